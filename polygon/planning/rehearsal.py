@@ -12,7 +12,7 @@ from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan, Problem, Stage, Worker
 from polygon.domain.runtime import POLYGON
-from polygon.domain.schedule import worker_order
+from polygon.domain.schedule import BACKWARD, FORWARD, topological_order, worker_order
 
 HIDDEN_SIZE = 64
 HEADS = 4
@@ -36,7 +36,8 @@ def rehearsal_problem(
     Kept: the cluster, the stages, their order, chunks and ZeRO, the packing of links, and, within the limits, widths,
     shares and routes. Scaled: layers (each stage keeps its part, at least one), every layer's size, the sequence, the
     number of micro-batches (an even selection of the routes in which each worker still has work), spans (so that each
-    worker holds about as many micro-batches as before), the degrees inside a worker and of experts (to what divides the
+    worker holds about as many micro-batches as before) or an order of the plan's own (that of the micro-batches which
+    are left; workers that are one now take turns), the degrees inside a worker and of experts (to what divides the
     small model's heads and experts; to 1 where the ranks would not suffice for all stages).
 
     Parameters
@@ -59,8 +60,10 @@ def rehearsal_problem(
     max_workers = None if max_ranks is None else max_ranks // (tp * cp)
     stages, routes, chunks = list(plan.stages), np.asarray(plan.routes), plan.chunks
     slack = [np.array(plan.spans[s]) * plan.shares(s) / plan.micro_batches for s in range(len(stages))]
+    firsts = list(range(len(stages)))
     if max_workers is not None and plan.groups > max_workers:
-        stages, routes, slack, chunks = _merge_stages(stages, routes, slack, max_workers, chunks)
+        stages, firsts, chunks = _merge_stages(stages, max_workers, chunks)
+        routes, slack = routes[:, firsts], [slack[s] for s in firsts]
     groups = len(stages) // chunks
     widths = _shrink([stage.width for stage in stages[:groups]], max_workers)
     kept_workers, kept_slack, places = [], [], []
@@ -74,7 +77,8 @@ def rehearsal_problem(
         kept_slack.append(np.array([slack[s][place == w].max() for w in range(widths[s % groups])]))
         routes = np.concatenate([routes[:, :s], place[routes[:, s]][:, None], routes[:, s + 1 :]], axis=1)
     kept_workers, widths = kept_workers * chunks, widths * chunks
-    routes = routes[_select(routes, widths, max_micro_batches)]
+    chosen = _select(routes, widths, max_micro_batches)
+    routes = routes[chosen]
     counts = _layer_counts([stage.last_layer - stage.first_layer for stage in stages], max_layers)
     borders = [0, *np.cumsum(counts).tolist()]
     small_stages = tuple(
@@ -104,7 +108,7 @@ def rehearsal_problem(
         micro_batch_size=micro_batch_size,
         spans=_spans(kept_slack, routes),
         chunks=chunks,
-        order=None,
+        order=None if plan.order is None else _order(plan, chosen, firsts, routes),
     )
     sharing = tuple(
         replace(stage, ep=_expert_degree(model, small_plan, s, stages[s].ep))
@@ -136,10 +140,9 @@ def _expert_degree(model: Model, plan: Plan, s: int, wanted: int) -> int:
     return math.gcd(wanted, model.experts, stage.members) if alike and wanted > 1 else 1
 
 
-def _merge_stages(
-    stages: list[Stage], routes: np.ndarray, slack: list[np.ndarray], count: int, chunks: int
-) -> tuple[list[Stage], np.ndarray, list[np.ndarray], int]:
-    """Join the stages of neighbouring groups to `count` groups of about equally many, chunk by chunk.
+def _merge_stages(stages: list[Stage], count: int, chunks: int) -> tuple[list[Stage], list[int], int]:
+    """Join the stages of neighbouring groups to `count` groups of about equally many, chunk by chunk: these, the first
+    stage of each, and the chunks.
 
     The first one's workers hold the layers of all; one group has no use for chunks.
     """
@@ -148,8 +151,33 @@ def _merge_stages(
     if count == 1:
         joined, chunks = [np.arange(len(stages))], 1
     merged = [replace(stages[part[0]], last_layer=stages[part[-1]].last_layer) for part in joined]
-    first = [int(part[0]) for part in joined]
-    return merged, routes[:, first], [slack[s] for s in first], chunks
+    return merged, [int(part[0]) for part in joined], chunks
+
+
+def _order(plan: Plan, chosen: np.ndarray, firsts: Sequence[int], routes: np.ndarray) -> np.ndarray:
+    """The plan's own order, of the chosen micro-batches and of the first of stages that are joined.
+
+    By when actions end if all take as long: every dependency goes to a later one, so workers that are merged take turns
+    and none waits for ever.
+    """
+    ends = np.zeros((2, *plan.routes.shape), dtype=np.int64)
+    free: dict[tuple[int, int], int] = {}
+    last = len(plan.stages) - 1
+    for kind, m, s in topological_order(plan).tolist():
+        worker = s, int(plan.routes[m, s])
+        if kind == FORWARD:
+            before = ends[FORWARD, m, s - 1] if s > 0 else 0
+        else:
+            before = ends[BACKWARD, m, s + 1] if s < last else ends[FORWARD, m, s]
+        ends[kind, m, s] = free[worker] = 1 + max(int(before), free.get(worker, 0))
+    kept = ends[:, chosen][:, :, firsts]
+    order = np.empty_like(kept)
+    for s, column in enumerate(routes.T):
+        for worker in set(column.tolist()):
+            mine = column == worker
+            places = np.argsort(np.argsort(kept[:, mine, s], axis=None, kind="stable"), kind="stable")
+            order[:, mine, s] = places.reshape(2, -1)
+    return order
 
 
 def _shrink(widths: Sequence[int], max_ranks: int | None) -> list[int]:

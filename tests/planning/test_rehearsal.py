@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.domain.plan import Problem, Stage, Worker
-from polygon.planning.rehearsal import MAX_LAYERS, MAX_MICRO_BATCH_SIZE, rehearsal_problem
+from polygon.domain.schedule import orders_end, worker_order
+from polygon.planning.rehearsal import MAX_LAYERS, MAX_MICRO_BATCH_SIZE, _select, rehearsal_problem
 from tests.nightly import cases
+from tests.routed_plans import ranked
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
 
@@ -60,6 +62,41 @@ def test_rehearsal_keeps_the_shape_within_the_limits(problem_plan, max_ranks):
     if max_ranks is None:
         for s in range(stages):
             assert ((short.shares(s) > 0) == (plan.shares(s) > 0)).all()
+
+
+@settings(max_examples=cases(60), deadline=None)
+@given(
+    problem_plan=plans(),
+    max_ranks=st.none() | st.integers(1, 12),
+    max_micro_batches=st.integers(1, 80),
+    seed=st.integers(0, 99),
+)
+def test_an_order_of_the_plan_s_own_is_kept(problem_plan, max_ranks, max_micro_batches, seed):
+    """Who is not merged does what is left of the step in the same order; merged or not, no worker waits for ever."""
+    problem, plan = problem_plan
+    plan = ranked(plan, np.random.default_rng(seed))
+    _, short = rehearsal_problem(problem, plan, max_ranks=max_ranks, max_micro_batches=max_micro_batches)
+    assert short.order.shape == (2, short.micro_batches, len(short.stages)) and orders_end(short)
+    if max_ranks is not None:
+        return
+    chosen = _select(plan.routes, [stage.width for stage in plan.stages], max_micro_batches)
+    number = {int(m): i for i, m in enumerate(chosen)}
+    for s, stage in enumerate(plan.stages):
+        for w in range(stage.width):
+            left = [a for a in worker_order(plan, s, w) if a.micro_batch in number]
+            assert worker_order(short, s, w) == [a._replace(micro_batch=number[a.micro_batch]) for a in left]
+
+
+def test_merged_workers_take_turns():
+    """What one of them did is done in the same order, between what the other did."""
+    problem, plan = routed_problem(8)
+    own = ranked(plan, np.random.default_rng(0))
+    _, short = rehearsal_problem(problem, own, max_ranks=4)
+    of_both = [worker_order(own, 1, w) for w in range(2)]
+    merged = worker_order(short, 1, 0)
+    assert sorted(map(str, merged)) == sorted(str(action) for actions in of_both for action in actions)
+    for actions in of_both:
+        assert [action for action in merged if action in actions] == actions
 
 
 def test_small_plan_is_kept_as_it_is():

@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from polygon.domain.schedule import worker_order
@@ -22,6 +23,7 @@ from runners.launch import main as launch
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
 from tests.real_programs import Program, ran
+from tests.routed_plans import ranked
 from tests.runners.test_training import tensor_parallel_plan
 from tests.small_problems import routed_problem, small_cluster
 
@@ -37,8 +39,11 @@ def plan_file(tmp_path):
     return path
 
 
-def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(plan_file, tmp_path):
-    """Loss falls, every worker's executed order is the schedule's, trace, run log and trackers' files are complete."""
+def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(tmp_path):
+    """Loss falls, every worker's executed order is the plan's own, trace, run log and trackers' files are complete."""
+    problem, plan = routed_problem(4, compression="int8")
+    plan, plan_file = ranked(plan, np.random.default_rng(0)), tmp_path / "plan.json"
+    write_plan(plan_file, problem, plan)
     installed = [name for name in TRACKERS if find_spec(name)]
     track = ["--track", *installed] if installed else []
     done = subprocess.run(
@@ -56,7 +61,6 @@ def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(plan_file, tmp
     assert summary["last_loss"] < 0.9 * summary["first_loss"]
     assert summary["order_differs_on_ranks"] == []
     assert summary["cross_region_bytes_per_step"] > 0
-    _, plan = routed_problem(4)
     for rank, (stage, worker, _) in plan.rank_places.items():
         orders = [line["actions"] for line in log_lines(tmp_path / "log", rank) if line["type"] == "order"]
         assert orders == [" ".join(map(str, worker_order(plan, stage, worker)))] * 12
