@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ import torch
 torch.cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0)
 torch.cuda.get_device_capability = lambda *device: (9, 0)
 from megatron.training import arguments
-for words, ranks, variables in json.load(sys.stdin):
+for words, ranks, variables in map(json.loads, sys.stdin):
     os.environ.update(variables, WORLD_SIZE=str(ranks), RANK="0", LOCAL_RANK="0")
     sys.argv = ["pretrain_gpt.py", *words]
     try:
@@ -90,7 +91,7 @@ TORCHTITAN = (
     + """
 import dataclasses
 from torchtitan.config import ConfigManager
-for words in json.load(sys.stdin):
+for words in map(json.loads, sys.stdin):
     try:
         read = ConfigManager().parse_args(["--module=llama3", "--config=llama3_8b", *words])
         said = {name: dataclasses.asdict(getattr(read, name)) for name in ("parallelism", "training")}
@@ -130,19 +131,29 @@ def megatron_start(files: Mapping[str, str]) -> tuple[list[str], int, dict[str, 
     return shlex.split(flags[1].replace('"$@"', "")), int(ranks[1]), variables
 
 
+@cache
+def _reader(module: str, program: str) -> subprocess.Popen[str]:
+    """The program's process: it is imported once, reads a line a question and ends with this process."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environment, "PYTHONPATH": str(FOLDER), "HF_HUB_OFFLINE": "1"},
+    )
+
+
 def _answers(module: str, program: str, asked: Sequence[Any]) -> list[dict[str, Any]]:
     if not installed(module):
         pytest.skip(f"{module} is not installed (make targets): exports are not read by it")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env={**environment, "PYTHONPATH": str(FOLDER), "HF_HUB_OFFLINE": "1"},
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    answers = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert len(answers) == len(asked), ran.stderr[-3000:]
+    process = _reader(module, program)
+    assert process.stdin is not None and process.stdout is not None
+    answers = []
+    for question in asked:
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        assert line, f"{module}'s process has ended: {process.wait(PATIENCE_S)}"
+        answers.append(json.loads(line))
     return answers
