@@ -206,8 +206,9 @@ def test_kernel_is_its_python(problem, slack):
     kinds = Kinds.of(tables)
     size = SizeWork(tables, kinds, tables.micro_batch_sizes[-1])
     pipeline = PipelineBound(size, LeastTraffic(tables, kinds, 1)).pipeline
+    bound = lower_bound(tables).seconds
     for most_stages, further, weight in ((3, True, 0.0), (3, False, 0.5), (1, False, 0.0)):
-        arguments = pipeline, slack * lower_bound(tables).seconds, most_stages, 10 * size.capacity, further, weight
+        arguments = pipeline, slack * bound, most_stages, 10 * size.capacity, further, weight
         assert least_capacity(*arguments) == pytest.approx(least_capacity.py_func(*arguments))
 
 

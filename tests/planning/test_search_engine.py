@@ -1,4 +1,4 @@
-"""Plans that the search makes, and the bound that none may beat."""
+"""Plans that the search makes."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.bounds.gap import gap
-from polygon.bounds.lower_bound import lower_bound, lower_bound_s
+from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.calibration import Calibration
 from polygon.cost.estimate import estimate
 from polygon.cost.step_times import step_times
@@ -48,17 +48,16 @@ def problems(draw):
 
 @settings(max_examples=cases(25), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 9))
-def test_decoded_plans_break_no_rule_and_beat_no_bound(problem, seed):
-    """Whatever allocation is decoded: the independent checker finds nothing, the step is no shorter than the bound."""
+def test_decoded_plans_break_no_rule(problem, seed):
+    """Whatever allocation is decoded: the independent checker finds nothing. (That none beats the bound is shown where
+    the bound is, of more problems.)"""
     decoder = Decoder(problem)
     candidates = Candidates(decoder, min(5, most_stages(problem)))
     rng = np.random.default_rng(seed)
-    bound = lower_bound_s(CostTables(problem))
     for _ in range(6):
         plan = decoder.decode(candidates.random(rng))
         if not isinstance(plan, Infeasible):
             assert violations(problem, plan) == []
-            assert decoder.step_times(plan).step_s >= bound * (1 - 1e-9)
 
 
 @settings(max_examples=cases(6), deadline=None)
