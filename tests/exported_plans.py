@@ -67,7 +67,7 @@ def wide() -> tuple[Problem, Plan]:
     problem = Problem(
         cluster=files.read_cluster(INSTANCES / "aws-regions.yaml"),
         model=catalogue.model("gpt3-6.7b"),
-        batch=Batch(global_batch=64, seq_len=1024),
+        batch=Batch(global_batch=16, seq_len=1024),
     )
     decoder = Decoder(problem)
     best: tuple[float, Plan] | None = None
