@@ -268,6 +268,11 @@ def stream_s(chip: Silicon, n_bytes: float, kernels: float = 1.0) -> float:
     return n_bytes / (chip.memory_bytes_per_s * chip.efficiency.memory) + kernels * chip.efficiency.launch_s
 
 
+FLASH1 = (0.40 / 0.60, 0.30 / 0.52)
+"""What FlashAttention before 2 (July 2023) reaches over what its successor does, forward and backward: 30 to 50 and 25
+to 35 % of an A100's peak (Dao, arXiv:2307.08691, section 1), taken in the middle."""
+
+
 def padded_head(head_dim: int) -> int:
     """Head size as fused attention computes it: the next multiple of 32."""
     return -(-head_dim // 32) * 32
@@ -305,6 +310,7 @@ def attention_s(
             efficiency.flash_backward / (1 + efficiency.flash_backward_tokens / seq_len),
         ),
         "flash2": (efficiency.flash2_forward, efficiency.flash2_backward),
+        "flash1": (FLASH1[0] * efficiency.flash2_forward, FLASH1[1] * efficiency.flash2_backward),
         "triton": (efficiency.triton_forward, efficiency.triton_backward),
     }[kernel]
     key, value = padded_head(head_dim), padded_head(value_dim)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from polygon.domain.errors import require, require_number
 
-ATTENTION = ("flash", "flash2", "triton", "materialised")
+ATTENTION = ("flash", "flash2", "flash1", "triton", "materialised")
 TP_OVERLAP = ("none", "backward", "pipelined")
 DP_OVERLAP = ("none", "backward", "full")
 LOSSES = ("torch", "vocab-parallel", "fused")
@@ -61,7 +61,8 @@ class Runtime:
     name: str = "unknown"
     version: str = ""
     attention: str = "flash"
-    """Kernel: `flash` (the vendor's), `flash2`, `triton` (the first generation), `materialised` (scores written)."""
+    """Kernel: `flash` (the vendor's), `flash2` and `flash1` (FlashAttention-2 and the one before), `triton` (that in
+    Triton), `materialised` (scores written)."""
     fused: bool = True
     """Whether element-wise operations run as fused kernels, and the optimizer where `update` does not say."""
     update: str = ""

@@ -74,7 +74,7 @@ def runs(draw: st.DrawFn) -> tuple[Problem, ParallelConfig]:
     pp, cp, dp = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2, 8)))
     ways = st.sampled_from
     runtime = Runtime(
-        attention=draw(ways(("flash", "flash2", "triton", "materialised"))),
+        attention=draw(ways(("flash", "flash2", "flash1", "triton", "materialised"))),
         fused=draw(st.booleans()),
         loss=draw(ways(("torch", "vocab-parallel", "fused"))),
         fused_accumulation=draw(st.booleans()),
