@@ -228,6 +228,7 @@ def _model(row: Mapping[str, Any], tp: int, *, pads_vocabulary: bool) -> Model:
         max_seq_len=int(row["sequence_length_tokens"]),
         gated_mlp=gated,
         tied_embeddings=(not gated) if tied is None else bool(tied),
+        classes=int(row.get("classes") or 0),
         learned_positions=not gated,
         rms_norm=gated,
         linear_bias=not gated,
@@ -263,7 +264,9 @@ def _cluster(row: Mapping[str, Any], device: Device, gpus: int) -> Cluster:
     said = "{}_node_bandwidth_per_gpu_per_direction_gigabytes_per_s"
     intra = float(row.get(said.format("intra")) or usual_link(device.name).bytes_per_s / 1e9) * 1e9
     inter = float(row.get(said.format("inter")) or card_bytes_per_s(device) / 1e9) * 1e9
-    network = Link(latency_s=4e-6, bytes_per_s=inter * per_node)
+    # Without RDMA, as a row says by its latency, NCCL goes through sockets (`polygon.cost.network.TCP_LATENCY_S`).
+    latency_s = float(row.get("inter_node_latency_milliseconds") or 0.004) * 1e-3
+    network = Link(latency_s=latency_s, bytes_per_s=inter * per_node)
     group = NodeGroup(
         device=device.name,
         nodes=math.ceil(gpus / per_node),

@@ -112,11 +112,11 @@ def _block(block: Block, way: Way, e: int) -> tuple[float, float]:
 def _head(model: Model, way: Way, tokens: float, e: int) -> tuple[float, float]:
     """Bytes that the head keeps, and further ones for the loss; after that its weight's gradient, before it is added,
     takes the place of one of the two numbers a logit."""
-    image = model.family == "vit"
-    rows = way.micro_batch if image else tokens
+    once = model.answers_once
+    rows = way.micro_batch if once else tokens
     kept = rows * (_norm(model.hidden_size, way, e, rms=model.rms_norm) + e * model.hidden_size) / way.shard
-    logits = rows * model.vocab_size / (1 if image else way.tp)
-    kept_bytes, more_bytes = LOSS_BYTES[way.tp > 1 and not image]
+    logits = rows * model.answers / (1 if once else way.tp)
+    kept_bytes, more_bytes = LOSS_BYTES[way.tp > 1 and not once]
     weight = e * model.head_weight_parameters() / way.tp if way.trained is None else 0.0
     return kept + logits * kept_bytes, logits * more_bytes + max(0.0, weight - logits * (more_bytes - 4))
 

@@ -212,13 +212,13 @@ def _embedding_s(model: Model, chip: Silicon, split: LayerSplit) -> tuple[float,
 
 def _head_s(model: Model, chip: Silicon, split: LayerSplit) -> tuple[float, float, float]:
     h, e, tokens = model.hidden_size, chip.element_bytes, split.tokens
-    vit = model.family == "vit"
-    rows = split.micro_batch_size if vit else tokens
+    once = model.answers_once
+    rows = split.micro_batch_size if once else tokens
     # Classes are few enough to be whole on every device, a vocabulary is cut.
-    columns = model.vocab_size if vit else model.vocab_size / split.tp
+    columns = model.answers / (1 if once else split.tp)
     in_16_bits = chip._replace(operand_bytes=e, peak_flops=chip.peak_flops_16)  # frameworks keep the logits out of fp8
     forward, backward = linear_s(in_16_bits, rows, columns, h)
-    if model.head_transform:
+    if model.head_transform or model.classes:
         dense = linear_s(chip, rows, h, h)
         forward, backward = forward + dense[0], backward + dense[1]
     loss_f, loss_b = LOSS_BYTES[split.runtime.loss]
@@ -292,8 +292,8 @@ def _trunk_flops(model: Model, seq_len: int) -> float:
 def _head_flops(model: Model, seq_len: int) -> float:
     """Forward of the head for one sequence, with the blocks that predict further tokens."""
     h = model.hidden_size
-    head = 2 * h * model.vocab_size + (2 * h * h if model.head_transform else 0)
-    rows = 1 if model.family == "vit" else seq_len
+    head = 2 * h * model.answers + (2 * h * h if model.head_transform or model.classes else 0)
+    rows = 1 if model.answers_once else seq_len
     if not model.predicted_ahead:
         return rows * head
     # The joining matrix is 2 h x h: 4 h^2 FLOP a token.

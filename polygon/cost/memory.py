@@ -169,14 +169,14 @@ def _embedding_held(model: Model, way: _Way) -> _Held:
 
 def _head_held(model: Model, way: _Way) -> _Held:
     """The head with the logits; for each further token that is predicted a block, both its inputs, and logits."""
-    h, e, tokens, image = model.hidden_size, way.element_bytes, way.tokens, model.family == "vit"
+    h, e, tokens, once = model.hidden_size, way.element_bytes, way.tokens, model.answers_once
     norm, ahead = model.norm_size, model.predicted_ahead
     count = model.layer_parameters(model.layers - 1) - model.prediction_parameters()
-    # A class is told of one token of an image; logits are there while the loss is computed, and not before or after.
-    rows = way.micro_batch_size if image else tokens
-    transient = rows * model.vocab_size / way.tp * (e + way.logit_bytes) + 2 * way.gathered(h)
+    # A class is told of one token of an image or text; logits are there while the loss is computed, and then no more.
+    rows = way.micro_batch_size if once else tokens
+    transient = rows * model.answers / way.tp * (e + way.logit_bytes) + 2 * way.gathered(h)
     own = _Held(
-        count if image else (count - norm) / way.tp + norm,
+        count if once else (count - norm) / way.tp + norm,
         0.0,
         # Inputs of the norm and of the product; BERT's transform adds its own product and norm.
         2 * e * tokens * h / way.shard + (2 * e * tokens * h / way.shard if model.head_transform else 0.0),

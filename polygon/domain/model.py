@@ -45,6 +45,7 @@ SPECIAL = (
     "predicted_ahead",
     "tower",
     "layer_scale",
+    "classes",
 )
 """Fields of a model that a plain GPT, Llama or vision transformer leaves at their defaults."""
 
@@ -127,6 +128,9 @@ class Model:
     """Encoder of another modality that is computed with the embedding, once a sequence; its head is what joins them."""
     layer_scale: bool = False
     """Whether what attention and MLP give is scaled number by number before it is added (DINOv2)."""
+    classes: int = 0
+    """Classes of a whole text that the head tells apart by its first token, as BERT's does where it is fine-tuned: a
+    dense layer of hidden_size, then one of so many columns, neither shared with the embedding. 0: it tells words."""
     image_size: int = 0
     patch_size: int = 0
     channels: int = 3
@@ -140,7 +144,7 @@ class Model:
             require_size(getattr(self, name), f"model.{name}", at_most=most)
         for name in ("norms", "expert_every"):
             require_size(getattr(self, name), f"model.{name}")
-        for name in ("window", "value_dim", "encoder_blocks", "predicted_ahead", "dense_blocks"):
+        for name in ("window", "value_dim", "encoder_blocks", "predicted_ahead", "dense_blocks", "classes"):
             require_size(getattr(self, name), f"model.{name}", or_zero=True)
         require(self.family in FAMILIES, "model.family", self.family, "gpt, llama, vit or other")
         require(
@@ -153,6 +157,9 @@ class Model:
         require_number(self.rope_theta, "model.rope_theta", above=0)
         self._check_experts()
         self._check_attention()
+        if self.classes:
+            words = self.tied_embeddings or self.predicted_ahead or self.head_transform or self.family == "vit"
+            require(not words, "model.classes", self.classes, "0 of a model that tells words or images")
         if self.family == "vit":
             require(
                 self.patch_size >= 1 and self.image_size >= self.patch_size and self.image_size % self.patch_size == 0,
@@ -330,13 +337,24 @@ class Model:
         return replace(self, family=family, **usual)  # type: ignore[arg-type]
 
     @property
+    def answers_once(self) -> bool:
+        """Whether the head tells one class of a whole sequence, which every device does for itself, not a word of each
+        token."""
+        return self.family == "vit" or self.classes > 0
+
+    @property
+    def answers(self) -> int:
+        """Words or classes that the head chooses among."""
+        return self.classes or self.vocab_size
+
+    @property
     def tied_values(self) -> int:
         """Parameters of the weight that embedding and output head share; 0 if they share none."""
         return self.head_weight_parameters() if self.tied_embeddings and self.family != "vit" else 0
 
     def head_weight_parameters(self) -> int:
         """Parameters of the output projection, tied or not (what its stage must hold)."""
-        return self.vocab_size * self.hidden_size
+        return self.answers * self.hidden_size
 
     def prediction_parameters(self) -> int:
         """Parameters of the blocks that predict further tokens, with what joins each to the block before it: norms of
@@ -359,7 +377,8 @@ def _layer_parameters(model: Model) -> tuple[int, ...]:
         head = model.norm_size + h * model.vocab_size + model.vocab_size
     else:
         embedding = model.vocab_size * h + (model.max_seq_len * h if model.learned_positions else 0)
-        head = model.norm_size + (0 if model.tied_embeddings else model.vocab_size * h)
+        head = model.norm_size + (0 if model.tied_embeddings else model.answers * h)
+        head += h * h + h + model.classes if model.classes else 0
     if model.tower is not None:
         embedding += model.tower.parameters
     if model.head_transform:

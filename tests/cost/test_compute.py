@@ -502,13 +502,41 @@ def test_a_checkpoint_costs_a_busy_host_more_than_a_second_forward(seq_len: int,
     assert more_s == pytest.approx(seen * CHECKPOINT_HOST_PART * sum(EAGER_HOST_S), abs=1e-9)
 
 
-@pytest.mark.parametrize("architecture", ["ampere", "hopper"])
+@pytest.mark.parametrize("architecture", ["ampere", "hopper", "blackwell"])
 def test_a_later_attention_kernel_reaches_more_of_the_peak(architecture):
-    """Where all three generations were fitted to training: each no slower than the one before, none above the peak."""
+    """Where all three were fitted to training, or measured: each no slower than the one before, none above the peak."""
     reached = EFFICIENCY[architecture]
     for way in ("forward", "backward"):
         first, second, vendors = (getattr(reached, f"{name}_{way}") for name in ("triton", "flash2", "flash"))
         assert 0 < first < second <= vendors < reached.gemm
+
+
+def test_a_head_that_tells_classes_of_a_text_multiplies_no_vocabulary():
+    """Its FLOP are those of one token a sequence; its weights a dense layer of h and one of so many columns; the
+    embedding stays, and is not shared."""
+    words, batch = gpt(tied_embeddings=False), Batch(global_batch=1, seq_len=2048)
+    told = replace(words, classes=2)
+    h, vocabulary = words.hidden_size, words.vocab_size
+    assert words.parameters - told.parameters == h * vocabulary - (h * h + h + 2 * h + 2) and told.tied_values == 0
+    less = model_flops_per_step(words, batch) - model_flops_per_step(told, batch)
+    assert less == pytest.approx(3 * 2 * h * (2048 * vocabulary - h - 2))
+    times, without = (layer_times(model, batch, A100, NVLINK) for model in (words, told))
+    assert without.forward_s[-1] < 0.1 * times.forward_s[-1] and without.forward_s[:-1] == pytest.approx(
+        times.forward_s[:-1]
+    )
+    held, kept = (layer_memory(model, batch, micro_batch_size=2) for model in (words, told))
+    assert kept.transient_bytes[-1] < 0.1 * held.transient_bytes[-1] and kept.tied_parameters == 0
+    assert told.special(2048) == {"classes": 2}
+    with pytest.raises(InputError, match=r"model\.classes"):
+        gpt(classes=2)
+
+
+def test_attention_of_one_generation_before_gains_nothing_from_a_new_card():
+    """FlashAttention-2 knows no unit newer than Ampere's: on a B200 it is as fast as on an H100, within a tenth."""
+    work = {"tokens": 4096, "seq_len": 2048, "keys": 1024.0, "heads": 32, "head_dim": 64, "value_dim": 64}
+    h100, b200 = (silicon(catalogue.device(name), "bf16") for name in ("h100-sxm", "b200"))
+    for old, new in zip(attention_s(h100, "flash2", **work), attention_s(b200, "flash2", **work), strict=True):
+        assert new == pytest.approx(old, rel=0.1)
 
 
 def test_the_first_flash_attention_takes_what_its_author_says_of_it():
