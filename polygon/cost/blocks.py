@@ -49,9 +49,12 @@ what torch needs, over attention without one (an H100 does 0.20 and 0.23 of its 
 and 0.42; instances/measured/gpu_check_h100.json, `masked_attention`; other cards were not measured)."""
 DETERMINISTIC_SLOWS = 1.3
 """Deterministic backward of fused attention: up to 37.9 % of the throughput is lost (DASH, arXiv:2601.21824)."""
-EAGER_NORM_BYTES, EAGER_ROTARY_BYTES = (28, 40), (16, 16)
-"""Bytes moved per element, forward and backward, beyond a fused kernel: RMSNorm as seven fp32 operations, rotary
-positions as complex fp32 numbers."""
+NORM_BYTES = {"fused": (0, 0), "copies": (8, 10), "operations": (28, 40)}
+"""Bytes that an RMS norm moves per element, forward and backward, beyond a fused kernel, by `Runtime.norms`. A copy in
+32 bits is written and read in forward; in backward the kernel reads it and writes a gradient of 32 bits, which is cast
+back. Seven fp32 operations where each is a kernel."""
+EAGER_ROTARY_BYTES = (16, 16)
+"""The same for rotary positions as complex fp32 numbers, over a kernel that turns them in place."""
 HOST_PART = {False: 1.0, True: 15 / 24}
 """What the host launches of an eager block's kernels, by whether element-wise ones are fused: Megatron's block is then
 15 kernels in forward, else 24."""
@@ -227,7 +230,8 @@ def _repeated_s(
     if kind == "operators":  # every second product is kept: the other half, and what lies between, is made again
         return 0.5 * products_f + moved_f
     outer = block.hidden_size / split.tp if split.sequence_parallel else block.hidden_size
-    norms_bytes = chip.element_bytes * NORM_PASSES[0] * block.norms * outer
+    more_bytes = NORM_BYTES[split.runtime.norm_way][0] if block.rms_norm else 0
+    norms_bytes = (chip.element_bytes * NORM_PASSES[0] + more_bytes) * block.norms * outer
     activation_bytes = _activation_bytes(block, chip, split)[0] if block.experts else 0.0
     return stream_s(chip, split.tokens * (norms_bytes + activation_bytes), block.norms + 1)
 
@@ -315,9 +319,12 @@ def _moved_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, flo
         bytes_f, bytes_b = bytes_f + EXPERT_BIAS_BYTES[0] * given, bytes_b + EXPERT_BIAS_BYTES[1] * given
     activation_f, activation_b = _activation_bytes(block, chip, split)
     bytes_f, bytes_b = bytes_f + passes * activation_f, bytes_b + passes * activation_b
-    if not runtime.fused and block.rms_norm:
-        bytes_f += block.norms * EAGER_NORM_BYTES[0] * outer + EAGER_ROTARY_BYTES[0] * heads / tp
-        bytes_b += block.norms * EAGER_NORM_BYTES[1] * outer + EAGER_ROTARY_BYTES[1] * heads / tp
+    if block.rms_norm:
+        norm_f, norm_b = NORM_BYTES[runtime.norm_way]
+        bytes_f, bytes_b = bytes_f + block.norms * norm_f * outer, bytes_b + block.norms * norm_b * outer
+        if runtime.position_way == "operations":
+            bytes_f += EAGER_ROTARY_BYTES[0] * heads / tp
+            bytes_b += EAGER_ROTARY_BYTES[1] * heads / tp
     return stream_s(chip, split.tokens * bytes_f, 8 * passes), stream_s(chip, split.tokens * bytes_b, 12 * passes)
 
 

@@ -25,6 +25,8 @@ fp32; Megatron works in place on one fp32 copy; one fused kernel writes the grad
 
 OUTER_BYTES = 8.0
 """Per parameter of an outer optimizer: weights at the last meeting and momentum, in fp32."""
+NORM_KEEPS_BYTES = {"copies": 4, "operations": 8}
+"""Per number of its input that an RMS norm keeps for backward: a copy in 32 bits, and what is made of it in 32 bits."""
 ROUTED_COPIES = 2
 """Of a token, for each expert that it goes to, kept for backward: the expert's input in its order, and the result that
 is weighted (so the experts of `runners`, and Megatron-LM's token dispatcher)."""
@@ -89,6 +91,7 @@ class _Way(NamedTuple):
     sequence_parallel: bool
     flash_attention: bool
     fused: bool
+    norms: str
     dropout: bool
     cp: int
     ep: int
@@ -218,10 +221,11 @@ def _block_held(block: Block, way: _Way) -> _Held:
     ):
         inside += e * (way.cp - 1) * max(block.kv_heads / tp, 1.0) * (block.head_dim + block.value_dim)
     whole = tokens * (outside + inside)
+    # Operations apart keep more: an RMS norm its input and what it makes of it in 32 bits (one kernel over a copy in 32
+    # bits that copy alone), a gate's MLP what the activation gives.
+    if block.rms_norm and not again and way.norms != "fused":
+        whole += tokens * block.norms * (NORM_KEEPS_BYTES[way.norms] - e) * h / shard
     if not way.fused:
-        # Operations apart keep more: an RMS norm its input and what it makes of it in 32 bits, a gate's MLP what the
-        # activation gives.
-        whole += tokens * (block.norms * (8 - e) * h / shard if block.rms_norm else 0.0)
         whole += tokens * (e * block.width / tp if block.gated_mlp else 0.0)
     if block.experts:
         # Rows sorted by expert as they arrive there, and the results before they are weighted.
@@ -280,6 +284,7 @@ def layer_memory(
         sequence_parallel=sequence_parallel,
         flash_attention=runtime.attention != "materialised",
         fused=runtime.fused,
+        norms=runtime.norm_way,
         dropout=runtime.dropout,
         cp=cp,
         ep=ep,

@@ -18,6 +18,8 @@ CASTS = ("fused", "apart")
 GRAPHS = ("none", "routing", "step")
 EXPERTS = ("cut", "whole")
 UPDATES = ("", "fused", "apart", "operations")
+NORMS = ("", "fused", "copies", "operations")
+POSITIONS = ("", "fused", "operations")
 
 TURNS = (2, 3, 5, 7, 11, 13)
 """Prime, so that no two regions turn alike."""
@@ -64,7 +66,14 @@ class Runtime:
     """Kernel: `flash` (the vendor's), `flash2` and `flash1` (FlashAttention-2 and the one before), `triton` (that in
     Triton), `materialised` (scores written)."""
     fused: bool = True
-    """Whether element-wise operations run as fused kernels, and the optimizer where `update` does not say."""
+    """Whether element-wise operations run as fused kernels; norms, positions and the optimizer where `norms`,
+    `positions` and `update` do not say."""
+    norms: str = ""
+    """How RMS norms run: one kernel (`fused`); one over a copy of its input in 32 bits, which backward keeps
+    (`copies`); or operation by operation in 32 bits (`operations`). Empty: by `fused`, the first or the last."""
+    positions: str = ""
+    """How rotary positions turn queries and keys: in one kernel (`fused`), or as complex numbers of 32 bits
+    (`operations`). Empty: by `fused`."""
     update: str = ""
     """How the optimizer runs: one kernel that clips and writes 16-bit weights too (`fused`); one kernel, beside which
     norm, clipping, zeroing gradients and 16-bit copies of weights pass through memory by themselves (`apart`); or
@@ -214,6 +223,8 @@ class Runtime:
             ("context", CONTEXT),
             ("experts", EXPERTS),
             ("update", UPDATES),
+            ("norms", NORMS),
+            ("positions", POSITIONS),
             ("tp_overlap", TP_OVERLAP),
             ("dp_overlap", DP_OVERLAP),
         ):
@@ -233,7 +244,20 @@ class Runtime:
     @property
     def update_way(self) -> str:
         """How the optimizer runs: `fused`, `apart` or `operations`."""
-        return self.update or ("fused" if self.fused else "operations")
+        return self._way(self.update)
+
+    @property
+    def norm_way(self) -> str:
+        """How RMS norms run: `fused`, `copies` or `operations`."""
+        return self._way(self.norms)
+
+    @property
+    def position_way(self) -> str:
+        """How rotary positions are applied: `fused` or `operations`."""
+        return self._way(self.positions)
+
+    def _way(self, said: str) -> str:
+        return said or ("fused" if self.fused else "operations")
 
     def whole_experts(self, experts: int, *, tp: int, ep: int, sequence_parallel: bool) -> bool:
         """Whether tensor-parallel devices hold whole experts: told to, where they split tokens and all get as many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -308,6 +309,40 @@ def test_norms_and_the_activation_of_experts_are_computed_once_more():
     saved_bytes = 2 * 4096 * (2 * 2048 + 8 * 768)
     assert kept.activation_bytes[1] - dropped.activation_bytes[1] == pytest.approx(saved_bytes, rel=1e-9)
     assert dropped.transient_bytes[1] == kept.transient_bytes[1]
+
+
+@pytest.mark.parametrize(
+    ("switches", "forward_bytes", "backward_bytes", "kept_bytes"),
+    [
+        ({"norms": "fused", "positions": "fused"}, 0, 0, 0),
+        ({"norms": "copies", "positions": "fused"}, 2 * 8 * 4096, 2 * 10 * 4096, 2 * (4 - 2) * 4096),
+        ({"norms": "operations", "positions": "fused"}, 2 * 28 * 4096, 2 * 40 * 4096, 2 * (8 - 2) * 4096),
+        ({"norms": "fused", "positions": "operations"}, 16 * 8192, 16 * 8192, 0),
+    ],
+)
+def test_what_norms_and_positions_move_and_keep(switches, forward_bytes, backward_bytes, kept_bytes):
+    """Of a block of Llama-7B with 32 heads, by token, over one whose norms and positions are a kernel each; and what an
+    eager program does where the switches do not say."""
+    model, batch, card = (
+        catalogue.model("llama2-7b"),
+        Batch(global_batch=8, seq_len=2048),
+        catalogue.device("a100-80gb"),
+    )
+
+    def of(**switches: Any) -> tuple[np.ndarray, float]:
+        runtime = Runtime(fused=False, graphs="step", **switches)
+        times = layer_times(model, batch, card, NVLINK, runtime=runtime)
+        held = layer_memory(model, batch, runtime=runtime).activation_bytes[1]
+        return np.array([times.forward_s[1], times.backward_s[1]]), float(held)
+
+    rate = card.memory_bytes_per_s * EFFICIENCY["ampere"].memory
+    (seconds, held), (least, least_held) = of(**switches), of(norms="fused", positions="fused")
+    assert seconds - least == pytest.approx(
+        np.array([forward_bytes, backward_bytes]) * 2048 / rate, rel=1e-6, abs=1e-12
+    )
+    assert held - least_held == pytest.approx(kept_bytes * 2048, rel=1e-9)
+    eager, told = of(), of(norms="operations", positions="operations")
+    assert (eager[0].tolist(), eager[1]) == (told[0].tolist(), told[1])
 
 
 def test_graphs_take_launches_from_the_host():

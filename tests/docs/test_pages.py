@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from polygon.cost.uncertainty import errors
 from polygon.formats.serialization import parse_yaml
 from tests.docs.page_commands import Block, blocks, run_page, said
 from tests.patience import PATIENCE_S
@@ -32,6 +33,17 @@ def test_a_page_does_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     assert any(block.kind in ("bash", "python") for block in blocks(DOCS / page))
     assert run_page(DOCS / page, tmp_path, Path(sys.executable).parent) == []
+
+
+def test_the_page_of_predictions_says_the_catalogues_errors():
+    """Every group of the table that the catalogue has, as it has it."""
+    groups = errors()["groups"]
+    text = (DOCS / "prediction.md").read_text("utf-8")
+    said = re.findall(r"\| ([a-z0-9/-]+) \| (0\.\d{3}) \| (\d+) \|", text)
+    assert len(said) >= 10
+    assert {name: (float(error), int(runs)) for name, error, runs in said} == {
+        name: (groups[name]["error"], groups[name]["runs"]) for name, _, _ in said
+    }
 
 
 def test_the_readmes_python_is_what_make_wheel_runs():
