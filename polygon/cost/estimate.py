@@ -107,6 +107,18 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
     kept = tables.plan_memory.get(plan)
     if kept is not None:
         return kept
+    # Of its links only how gradients are packed takes memory.
+    objects = plan.stages, plan.routes, plan.spans, plan.order
+    packed = tuple((use.source, use.target, use.weight_gradients) for use in plan.links)
+    values = plan.micro_batch_size, plan.reduction, plan.local_steps, plan.chunks, packed
+    result = tables.like_memory.get(objects, *values)
+    if result is None:
+        result = tables.like_memory.put(_worker_memory(plan, tables, place), objects, *values)
+    tables.plan_memory[plan] = result
+    return result
+
+
+def _worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[MemoryBreakdown]:
     result: list[MemoryBreakdown] = []
     window = windows(plan)
     for s in range(plan.groups):
@@ -121,7 +133,6 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
         result += [of_kind[k] for k in kind]
     # A worker's chunks are on the same devices: each of its stages has the peak of all.
     result *= plan.chunks
-    tables.plan_memory[plan] = result
     return result
 
 

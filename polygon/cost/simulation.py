@@ -13,6 +13,7 @@ looked at in order of time: `polygon.cost.shared_schedule`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -207,7 +208,7 @@ class ScheduleTimes:
     ranks: np.ndarray | None = None
     """Of the plan (`Plan.order`); `order` and `first` then say nothing."""
 
-    @property
+    @cached_property
     def holder(self) -> np.ndarray:
         """Number of the devices that compute for each worker, shape (workers,): several stages may be on the same."""
         workers = len(self.forward_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -115,6 +116,8 @@ class CostTables:
         """By micro-batch size, global batch and budget: what `polygon.bounds` works out that links do not change."""
         self.plan_memory: WeakKeyDictionary[Plan, list[MemoryBreakdown]] = WeakKeyDictionary()
         """Peak memory of the workers of plans that were priced."""
+        self.like_memory = Kept[list[MemoryBreakdown]](KEPT_PLANS)
+        """The same by what of a plan it follows from."""
         self.plan_terms = Kept[Any](KEPT_PLANS)
         """What `polygon.cost.step_times` works out of a plan and its spans do not change; then what its layers and
         their execution do not, and what one group of workers needs."""
@@ -162,6 +165,12 @@ class CostTables:
         """Tables of another problem from the same measurements."""
         return CostTables(problem, self._profiles, self.calibration)
 
+    def with_other_prices(self, problem: Problem) -> CostTables:
+        """Tables of a problem in which only prices are others: everything takes as long."""
+        other = copy(self)
+        other.problem = problem
+        return other
+
     def with_other_links(self, problem: Problem) -> CostTables:
         """Tables of a problem with the same layers: other links between regions, prices, global batch, packings."""
         other = self.with_other_speeds(problem)
@@ -174,7 +183,7 @@ class CostTables:
         links = self.links.with_other_links(problem.cluster)
         other = CostTables(problem, self._profiles, self.calibration, links)
         other._memory, other._places = self._memory, self._places
-        other.plan_memory, other.stage_rows = self.plan_memory, self.stage_rows
+        other.plan_memory, other.like_memory, other.stage_rows = self.plan_memory, self.like_memory, self.stage_rows
         return other
 
     def placement(self, plan: Plan) -> Placement:

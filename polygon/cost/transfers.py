@@ -214,13 +214,14 @@ class LinkTable:
             for name in (*rates, "capacity_bytes_per_s", "egress_bytes_per_s"):
                 setattr(self, name, getattr(self, name) / factor)
         self._arrays: dict[tuple[float, int], LinkArrays] = {}
+        self._pairs = np.ix_(self.region, self.region), ~inside
 
     def with_other_links(self, cluster: Cluster) -> LinkTable:
         """The table of a cluster whose links between regions are others."""
         old = self.cluster
         if cluster.pools is not old.pools or cluster.capacity_bytes_per_s is not old.capacity_bytes_per_s:
             return LinkTable(cluster, self.factor)
-        pools, far = np.ix_(self.region, self.region), self.region[:, None] != self.region[None, :]
+        pools, far = self._pairs
         latency_s, rate = cluster.latency_s[pools], cluster.bytes_per_s[pools]
         other = copy(self)
         other.cluster = cluster

@@ -188,8 +188,9 @@ class Cluster:
         n = len(self.regions)
         require(n > 0, "regions", Phrase("none"), "at least one region")
         names = [region.name for region in self.regions]
-        for name in names:
-            require(names.count(name) == 1, "regions", name, "names that differ")
+        if len(set(names)) < n:
+            twice = next(name for name in names if names.count(name) > 1)
+            raise fault("regions", twice, "names that differ")
         for label in ("latency_s", "bytes_per_s", "capacity_bytes_per_s"):
             matrix = getattr(self, label)
             require(matrix.shape == (n, n), label, matrix.shape, Message("expected.square", regions=n))

@@ -117,11 +117,13 @@ def say(message: Message | str, language: Language = "en") -> str:
     if isinstance(message, str):
         return message
     template: str = words()["messages"][message.kind][LANGUAGES.index(language)]
-    fill = _Words(language)
-    return "".join(
-        text if name is None else text + fill.format_field(fill.convert_field(message.arguments[name], how), spec or "")
-        for text, name, spec, how in _parts(template)
-    )
+    arguments, fill, said = message.arguments, _Words(language), []
+    for text, name, spec, how in _parts(template):
+        said.append(text)
+        if name is not None:
+            value = fill.convert_field(arguments[name], how) if how else arguments[name]
+            said.append(fill.format_field(value, spec or ""))
+    return "".join(said)
 
 
 MEMORY_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
@@ -142,6 +144,8 @@ class _Words(Formatter):
         self._language = language
 
     def format_field(self, value: Any, format_spec: str) -> str:
+        if type(value) is float and format_spec != "memory" and "|" not in format_spec:
+            return format(value, format_spec)
         if isinstance(value, Message):
             return say(value, self._language)
         if isinstance(value, (tuple, list)):

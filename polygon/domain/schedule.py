@@ -89,6 +89,8 @@ def topological_order(plan: Plan) -> np.ndarray:
 
 def repeated(plan: Plan, times: int) -> Plan:
     """The plan with so many times the micro-batches, on the same routes; an order of its own is gone through again."""
+    if times == 1:
+        return plan
     order = plan.order
     if order is not None:
         columns = list(plan.routes.T)

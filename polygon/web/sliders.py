@@ -34,7 +34,7 @@ from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs,
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import packed_bytes
 from polygon.domain.errors import one_of, require
-from polygon.domain.plan import Plan, Problem
+from polygon.domain.plan import LinkUse, Plan, Problem
 from polygon.domain.schedule import repeated
 from polygon.formats.schema import Strict
 from polygon.planning.decode import SOCKET_WINDOW_BYTES, WINDOW_USE
@@ -167,8 +167,12 @@ def timed(
     if tables is None:
         tables = CostTables(changed)
     elif changed is not problem:
-        same_layers = not changes.device_factors
-        tables = tables.with_other_links(changed) if same_layers else tables.with_other_speeds(changed)
+        if changes.device_factors:
+            tables = tables.with_other_speeds(changed)
+        elif changed.batch is problem.batch and changed.cluster.bytes_per_s is problem.cluster.bytes_per_s:
+            tables = tables.with_other_prices(changed)
+        else:
+            tables = tables.with_other_links(changed)
     plan = _changed_plan(changed, plan, changes, tables)
     times = step_times(plan, tables)
     whole = _reductions(changed, plan, tables, times, changes)
@@ -198,6 +202,8 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
     if changes.accumulation > 1:
         batch = replace(batch, global_batch=batch.global_batch * changes.accumulation)
     same = np.array_equal(latency_s, cluster.latency_s) and np.array_equal(rate, cluster.bytes_per_s)
+    if same:
+        latency_s, rate = cluster.latency_s, cluster.bytes_per_s
     if same and changes.accumulation == 1 and changes.price_factor == 1 and not changes.device_factors:
         return problem
     if changes.price_factor == 1 and not changes.device_factors:
@@ -248,8 +254,9 @@ def _changed_plan(problem: Problem, plan: Plan, changes: Changes, tables: CostTa
             links.append(use)
             continue
         links.append(
-            replace(
-                use,
+            LinkUse(
+                source=use.source,
+                target=use.target,
                 activations=activations or use.activations,
                 activation_gradients=activations or use.activation_gradients,
                 weight_gradients=gradients or use.weight_gradients,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import lru_cache
+from itertools import permutations
 from typing import Any, TypeVar
 
 import numpy as np
@@ -152,25 +153,40 @@ def _stages(priced: PricedChange) -> list[dict[str, Any]]:
 
 
 def _links(priced: PricedChange) -> list[dict[str, Any]]:
-    cluster, plan = priced.problem.cluster, priced.plan
+    cluster = priced.problem.cluster
     used = {(use.source, use.target): use for use in priced.estimate.links}
     latency_ms, gbps = (cluster.latency_s * 1e3).tolist(), (cluster.bytes_per_s * 8 / 1e9).tolist()
-    km = _distances(tuple((region.latitude, region.longitude) for region in cluster.regions))
-    names = [region.name for region in cluster.regions]
     unused = LinkEstimate(source="", target="", activation_bytes=0.0, gradient_bytes=0.0, busy_fraction=0.0)
     rows = []
-    for a, source in enumerate(names):
-        for b, (target, ms, rate, far) in enumerate(zip(names, latency_ms[a], gbps[a], km[a], strict=True)):
-            if a == b or rate <= 0:
-                continue
-            here, use = used.get((source, target), unused), plan.link_use(a, b)
+    for (a, b), pair, fixed in _pairs(priced):
+        if gbps[a][b] > 0:
+            here = used.get(pair, unused)
             rows.append(
-                {"source": source, "target": target, "latency_ms": ms, "bandwidth_gbps": rate, "distance_km": far,
+                {**fixed, "latency_ms": latency_ms[a][b], "bandwidth_gbps": gbps[a][b],
                  "activation_bytes": here.activation_bytes, "gradient_bytes": here.gradient_bytes,
-                 "busy": here.busy_fraction, "activations": use.activations,
-                 "weight_gradients": use.weight_gradients, "streams": use.streams}
+                 "busy": here.busy_fraction}
             )  # fmt: skip
     return rows
+
+
+Pairs = list[tuple[tuple[int, int], tuple[str, str], dict[str, Any]]]
+
+
+def _pairs(priced: PricedChange) -> Pairs:
+    """Of every two regions their numbers, their names, and what is shown of their link whatever it can do."""
+    cluster, plan = priced.problem.cluster, priced.plan
+    links, known = priced.times.place.derived.get("pairs", (None, []))
+    if links is plan.links:
+        return list(known)
+    km = _distances(tuple((region.latitude, region.longitude) for region in cluster.regions))
+    names, found = [region.name for region in cluster.regions], Pairs()
+    for a, b in permutations(range(len(names)), 2):
+        use, pair = plan.link_use(a, b), (names[a], names[b])
+        shown = {"source": names[a], "target": names[b], "distance_km": km[a][b], "activations": use.activations,
+                 "weight_gradients": use.weight_gradients, "streams": use.streams}  # fmt: skip
+        found.append(((a, b), pair, shown))
+    priced.times.place.derived["pairs"] = plan.links, found
+    return found
 
 
 @lru_cache(maxsize=100)

@@ -37,7 +37,8 @@ def test_no_change_is_the_plans_own_estimate(case):
 @pytest.mark.parametrize(
     "changes",
     [{"bandwidth_factor": 2.0}, {"latency_factor": 3.0}, {"accumulation": 2}, {"local_steps": 8}, {"prefetch": 1.0},
-     {"device_factors": {"v100-16gb": 2.0}}, {"activations": "int4"}, {"price_factor": 2.0}],
+     {"device_factors": {"v100-16gb": 2.0}}, {"activations": "int4"}, {"weight_gradients": "int4"}, {"streams": 2},
+     {"price_factor": 2.0}, {"price_factor": 2.0, "bandwidth_factor": 2.0}],
 )  # fmt: skip
 def test_kept_tables_answer_like_fresh_ones(case, changes):
     """What is kept from question to question (places, memory) never changes an answer."""
