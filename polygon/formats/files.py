@@ -35,7 +35,7 @@ from polygon.formats.schema import (
     Strict,
     check,
 )
-from polygon.formats.serialization import format_json, format_yaml, parse_json
+from polygon.formats.serialization import check_filled, format_json, format_yaml, parse_json
 
 PathLike = str | os.PathLike[str]
 S = TypeVar("S", bound=Strict)
@@ -87,8 +87,7 @@ def read_text(path: PathLike) -> str:
     except UnicodeDecodeError as error:
         found = Message("found.byte", byte=data[error.start], at=error.start)
         raise fault(str(path), found, "UTF-8 text") from None
-    if not text.strip():
-        raise fault(str(path), Phrase("an empty file"), "text in it")
+    check_filled(text, str(path), "text in it")
     return text
 
 

@@ -37,10 +37,15 @@ MOST_SCALAR = 4000
 _NO_TEXT = re.compile(r"[\x00-\x08\x0e-\x1f]")
 
 
+def check_filled(text: str, where: str, expected: str) -> None:
+    """Raise `InputError` for an empty file."""
+    if not text.strip():
+        raise fault(where, Phrase("an empty file"), expected)
+
+
 def check_text(text: str, expected: str) -> None:
     """Raise `InputError` for what is empty or no text: a parser would only say at which character it was lost."""
-    if not text.strip():
-        raise fault("", Phrase("an empty file"), expected)
+    check_filled(text, "", expected)
     if _NO_TEXT.search(text):
         raise fault("", Phrase("a binary file"), expected)
 
