@@ -32,8 +32,8 @@ MOST_DEVICES, MOST_REGIONS = 10**7, 1000
 # Clusters
 
 
-def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Cluster:
-    """The cluster that a file describes.
+def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster", *, unlinked: bool = False) -> Cluster:
+    """The cluster that a file describes; `unlinked` is one that nobody plans for, in which links may be missing.
 
     Raises
     ------
@@ -59,7 +59,8 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Clust
     assumed: list[str] = []
     regions = tuple(_region(region, f"regions[{i}]", spec, own, used, assumed) for i, region in enumerate(spec.regions))
     latency_s, bytes_per_s, capacity = _matrices(spec, names)
-    _check_connected(names, bytes_per_s)
+    if not unlinked:
+        _check_connected(names, bytes_per_s)
     devices = sum(group.devices for region in regions for group in region.node_groups)
     require(
         devices <= MOST_DEVICES,

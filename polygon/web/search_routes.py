@@ -99,6 +99,8 @@ class TextRequest(Strict):
     kind: Literal["cluster", "model"]
     text: Annotated[str, Field(max_length=2_000_000)]
     name: Annotated[str, Field(min_length=1, max_length=120)] = "upload"
+    unlinked: bool = False
+    """Whether regions of a cluster may be without links: who asks is going to fill them in."""
 
 
 class ModelRequest(Strict):
@@ -147,7 +149,9 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
     def read(request: TextRequest) -> Any:
         """What an uploaded text says, as plain data."""
         if request.kind == "cluster":
-            cluster: Cluster = formats.cluster_from_text(request.text, request.name, MOST_VALUES)
+            cluster: Cluster = formats.cluster_from_text(
+                request.text, request.name, MOST_VALUES, unlinked=request.unlinked
+            )
             return answer(lean(cluster))
         model: Model = formats.model_from_text(request.text, request.name, MOST_VALUES)
         if model.name == "config":  # as everybody's file is called

@@ -1532,6 +1532,39 @@ def test_links_that_nobody_gave_are_marked_until_somebody_does(fresh, server):
     fresh.locator("#assumed").or_(fresh.locator("#drawer-panel .empty")).first.wait_for()
 
 
+UNLINKED = """
+regions:
+  - {name: virginia, latitude: 39, longitude: -77, nodes: [{device: t4, count: 1, devices_per_node: 4}]}
+  - {name: frankfurt, latitude: 50, longitude: 9, nodes: [{device: t4, count: 1, devices_per_node: 4}]}
+  - {name: tokyo, latitude: 36, longitude: 140, nodes: [{device: t4, count: 1, devices_per_node: 4}]}
+links: [{between: [virginia, frankfurt], latency_ms: 44, bandwidth_gbps: 5}]
+"""
+
+
+def test_links_that_a_file_leaves_out_are_filled_in_and_marked(fresh):
+    """Of regions with places that nothing joins, when a file is opened; what is typed there waits for a click. What the
+    file gives stays given, and without places the fault says what would help."""
+    fresh.locator("#fold-cluster").click()
+    opened = {"name": "c.yaml", "mimeType": "", "buffer": UNLINKED.encode()}
+    fresh.locator("#upload-cluster").set_input_files(opened)
+    expect(fresh.locator(".notice")).to_contain_text("4 links between regions filled in")
+    fresh.locator("#tab-cluster").click()
+    fresh.get_by_role("tab", name="virginia").click()
+    rows = fresh.locator("table.edit tbody tr")
+    expect(rows.filter(has_text="frankfurt").locator(".mark")).to_have_count(0)
+    expect(rows.filter(has_text="tokyo").locator(".mark")).to_have_text(["default", "default"])
+    yaml = fresh.locator("#yaml")
+    yaml.fill(UNLINKED.replace("virginia, frankfurt", "virginia, tokyo"))
+    fresh.locator("#yaml-fill").click()
+    expect(fresh.locator("#yaml-error")).to_have_count(0)
+    expect(rows.filter(has_text="tokyo").locator(".mark")).to_have_count(0)
+    expect(rows.filter(has_text="frankfurt").locator(".mark")).to_have_text(["default", "default"])
+    fresh.locator("#upload-cluster").set_input_files(
+        opened | {"buffer": UNLINKED.replace("longitude: 140, ", "").encode()}
+    )
+    expect(fresh.get_by_role("alert")).to_contain_text("latitude and longitude of every region")
+
+
 def test_a_front_opens_its_plans(fresh, server):
     """A search of its own with progress; a row opens its plan, as fast as the front says, and so does a click on the
     chart above it."""

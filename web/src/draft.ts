@@ -103,7 +103,7 @@ export function edit(change: (next: Draft) => void, of = ""): void {
   change(next);
   if (next.cluster !== cluster) {
     unread.value = null; // another cluster, of which nobody typed anything
-    setIds(next, idsAnew(draft.value, next.cluster));
+    takeCluster(next, next.cluster);
   }
   if (textOf(next) === textOf(draft.value)) return;
   // Of what was chosen and what is said by hand the later stays, too.
@@ -214,6 +214,11 @@ function idsAnew(before: Draft, cluster: Data): string[] {
 function unlike(name: string, taken: (string | undefined)[]): string {
   return taken.includes(name) ? unlike(`${name}'`, taken) : name;
 }
+/** Another cluster takes the place of a draft's that is being changed. */
+export function takeCluster(d: Draft, cluster: Data): void {
+  d.cluster = cluster;
+  setIds(d, idsAnew(draft.value, cluster));
+}
 export function appendRegion(d: Draft, region: Data): void {
   const ids = [...idsOf(d), unlike(region.name, idsOf(d))];
   d.cluster.regions.push(region);
@@ -315,7 +320,7 @@ export function isGuessedLink(a: string, b: string, key: string): boolean {
 /** Fill in a value between two regions that nobody gave. */
 export function guess(d: Draft, key: string, a: number, b: number, value: unknown): void {
   d.cluster[key][a][b] = value;
-  d.guessed = { ...d.guessed, [`${idsOf(d)[a]} > ${idsOf(d)[b]}.${key}`]: JSON.stringify(value) };
+  (d.guessed ??= {})[`${idsOf(d)[a]} > ${idsOf(d)[b]}.${key}`] = JSON.stringify(value);
 }
 
 /** What a search is asked: fields left empty are left out. */

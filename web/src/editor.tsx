@@ -4,9 +4,10 @@ import { batch } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
-import { appendRegion, arrived, draft, dropNodes, dropRegion, edit, guess, isGuessed, isMeasured, onceHere, regionId, rename, renameDevice, request, takeMeasured, type Draft } from "./draft";
+import { appendRegion, arrived, draft, dropNodes, dropRegion, edit, guess, isGuessed, isMeasured, onceHere, regionId, rename, renameDevice, request, takeMeasured } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
+import { byDistance, fillable, fillLinks, guessAgain, MATRICES, USUAL_GBPS } from "./links";
 import { kmBetween, placed, WorldMap } from "./map";
 import { attempt, catalogue, notice, requested, selected, trouble } from "./state";
 import { t } from "./strings";
@@ -16,7 +17,6 @@ import { draftPlaces } from "./welcome";
 import { readCluster } from "./rail";
 import { Yaml } from "./yaml";
 
-const MATRICES = ["latency_ms", "bandwidth_gbps", "capacity_gbps"];
 /** The cluster with every value spelt out, as the server reads the draft; null while it is wrong. */
 interface Resolved { full: Data; yaml: string; error: string }
 const NONE: Resolved = { full: null, yaml: "", error: "" };
@@ -97,7 +97,7 @@ export function Editor(): JSX.Element {
           <div role="tablist" class="pills" aria-label={t("regions")} onKeyDown={walks(at, cluster.regions.length, pick)}>{cluster.regions.map((r: Data, i: number) => (
             <button type="button" role="tab" key={i} aria-selected={i === at} aria-controls="region" tabIndex={i === at ? 0 : -1} id={`region-tab-${i}`} onClick={() => pick(i)}>{r.name}</button>
           ))}</div>
-          {resolved.error && <p class="error" role="alert" id="cluster-error">{resolved.error}</p>}
+          {resolved.error && <div class="row middle"><p class="error" role="alert" id="cluster-error">{resolved.error}</p>{fillable(resolved.error) && <button type="button" class="small" id="fill-links" onClick={() => void attempt(async () => edit((d) => fillLinks(d, resolved.error)))}>{t("fillLinks")}</button>}</div>}
           <div role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>
             <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
             {rest && cluster.regions.length > 1 && <Links key={`links ${at}`} r={at} full={resolved.full} />}
@@ -155,7 +155,6 @@ async function readMeasured(file: Promise<string>, name: string): Promise<void> 
   }));
 }
 
-const USUAL_GBPS = 1; // between regions of which nobody said anything
 export function addRegion(name: string, latitude?: number, longitude?: number): void {
   edit((d) => {
     const c = d.cluster;
@@ -172,20 +171,6 @@ export function addRegion(name: string, latitude?: number, longitude?: number): 
       if (fresh[key]) for (let i = 0; i < n; i++) for (let j = 0; j < n; j++) if (i !== j && old[i]?.[j] === undefined) guess(d, key, i, j, fresh[key](i, j));
     }
     selected.value = own;
-  });
-}
-// One way, from the distance, as the catalogue's clouds have it.
-function byDistance(c: Data, a: number, b: number): number {
-  const [p, q] = [c.regions[a], c.regions[b]];
-  if (!placed(p) || !placed(q)) return 30;
-  const km = kmBetween([p.longitude, p.latitude], [q.longitude, q.latitude]);
-  return Math.round((catalogue.value.latency_ms_floor + catalogue.value.latency_ms_per_km * km) * 10) / 10;
-}
-/** Latencies of a region that were filled in follow it to another place; what somebody gave stays. */
-function guessAgain(d: Draft, r: number): void {
-  const c = d.cluster;
-  c.regions.forEach((_: Data, j: number) => {
-    for (const [a, b] of [[r, j], [j, r]]) if (j !== r && isGuessed(`${regionId(a)} > ${regionId(b)}.latency_ms`)) guess(d, "latency_ms", a, b, byDistance(c, a, b));
   });
 }
 function removeRegion(r: number): void {

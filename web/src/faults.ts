@@ -5,9 +5,11 @@ import { t } from "./strings";
 
 /** What is wrong with a file that somebody opened: it is said with the file's name, and names no field of the page. */
 export class FileFault extends Error {
+  readonly fault: string;
   constructor(file: string, { message }: Error) {
     super(t("faultOfFile", { file, fault: message }));
     this.name = "FileFault";
+    this.fault = message;
   }
 }
 
