@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,6 +48,15 @@ USUAL_EXPLAIN_SECONDS = 60.0
 def plan_name(problem: Problem) -> str:
     """What a plan is called that nobody gave a name."""
     return " · ".join(filter(None, (problem.model.name, problem.cluster.name)))[:MOST_NAME]
+
+
+def numbered_name(name: str, taken: Collection[str]) -> str:
+    """The name, with the first number behind it that makes it unlike those taken."""
+    number, own = 1, name
+    while own in taken:
+        number += 1
+        own = f"{name[: MOST_NAME - 8]} · {number}"
+    return own
 
 
 def problem_of(data: Any) -> Problem:
@@ -102,7 +111,8 @@ class Jobs:
         """
         problem = problem_of(request["problem"])
         self._check_room(request.get("user", ""))
-        job = self.store.add(request | {"name": request.get("name") or plan_name(problem)})
+        name, user = request.get("name"), request.get("user", "")
+        job = self.store.add(request | {"name": name or numbered_name(plan_name(problem), self.store.names(user))})
         self._submit(job)
         return job
 

@@ -35,7 +35,7 @@ from polygon.web.ahead import Ahead
 from polygon.web.answers import Answers
 from polygon.web.deploy import check_folder, deployment_files, pack_deployment, read_deployment, write_deployment
 from polygon.web.guard import Receive, Scope, Send
-from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, plan_name
+from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, numbered_name, plan_name
 from polygon.web.language import Asked, in_language, preferred
 from polygon.web.pricing import Pricing, Question, Tell
 from polygon.web.questions import Loaded, own_changes
@@ -181,7 +181,8 @@ def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> No
             raise InputError(Message("input.located", prefix="plan: ", fault=wrong[0]))
         step_s = float(step_times(read, CostTables(problem)).step_s)
         pricing.start()
-        request_data = {"name": plan_name(problem), "user": http.state.user}
+        name = numbered_name(plan_name(problem), store.names(http.state.user))
+        request_data = {"name": name, "user": http.state.user}
         job = store.add(request_data, "done", format_json(plan), note=seconds(step_s))
         row = store.get(job)
         assert row is not None

@@ -35,7 +35,7 @@ from polygon.messages.report import seconds, three
 from polygon.web import responses, views
 from polygon.web.answers import Answers, compact
 from polygon.web.editing import default_link, lean, resolved, with_measured
-from polygon.web.jobs import MOST_SECONDS, Jobs, problem_of
+from polygon.web.jobs import MOST_SECONDS, Jobs, numbered_name, problem_of
 from polygon.web.language import Asked, in_language
 from polygon.web.pricing import Pricing
 from polygon.web.questions import small_plan
@@ -373,5 +373,6 @@ def add_fronts(app: FastAPI, store: Store, jobs: Jobs) -> None:
             raise HTTPException(404, Message("missing.plan"))
         point = points[index]
         request = {key: value for key, value in row.request.items() if key != "front"}
+        request["name"] = numbered_name(request["name"], store.names(request.get("user", "")))
         note = seconds(point["step_s"])
         return found_job(store, store.add(request, "done", format_json(point["plan"]), note=note), language)

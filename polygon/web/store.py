@@ -136,6 +136,11 @@ class Store:
         sql = f"SELECT {COLUMNS} FROM jobs WHERE {where} ORDER BY created_s DESC LIMIT ?"
         return [_job(row) for row in self._run(sql, user, limit)]
 
+    def names(self, user: str = "") -> set[str]:
+        """What all searches and plans of a user are called."""
+        sql = "SELECT json_extract(request, '$.name') FROM jobs WHERE COALESCE(json_extract(request, '$.user'), '') = ?"
+        return {name for (name,) in self._run(sql, user) if name}
+
     def label(self, job: str, labels: dict[str, Any]) -> None:
         """Give a job another name, other tags, or put it away."""
         self._run("UPDATE jobs SET request = json_patch(request, ?) WHERE id = ?", json.dumps(labels), job)

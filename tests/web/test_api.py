@@ -66,10 +66,17 @@ def test_a_search_ends_in_a_plan_that_can_be_read_again(server):
 
 
 def test_a_search_without_a_name_gets_one(server):
-    """Model and cluster, as an uploaded plan does; a name that is given stays."""
-    cluster = server.request("GET", "/api/v1/instances/two-campus")[2]
+    """Model and cluster, as an uploaded plan does, with a number from the second on; a name that is given stays."""
+    cluster = server.request("GET", "/api/v1/instances/two-campus")[2] | {"name": "unnamed"}
     problem = {"cluster": cluster, "model": "opt-350m", "batch": {"global_batch": 8, "seq_len": 256}}
-    for asked, name in (({}, "opt-350m · two-campus"), ({"name": "mine"}, "mine")):
+    own = "opt-350m · unnamed"
+    for asked, name in (
+        ({}, own),
+        ({}, f"{own} · 2"),
+        ({"name": "mine"}, "mine"),
+        ({"name": own}, own),
+        ({}, f"{own} · 3"),
+    ):
         row = server.request("POST", "/api/v1/jobs", {"problem": problem, **asked})[2]
         assert row["name"] == name
         server.request("DELETE", f"/api/v1/jobs/{row['id']}")

@@ -328,9 +328,8 @@ export function request(): Data {
   const d = draft.value;
   const cluster = structuredClone(d.cluster);
   if (cluster.regions.length < 2) for (const key of ["latency_ms", "bandwidth_gbps", "capacity_gbps"]) delete cluster[key];
-  const model = typeof d.model === "string" ? d.model : d.model.name;
   return {
     problem: { cluster, model: d.model, batch: d.batch, constraints: d.constraints, runtime: d.runtime },
-    name: `${model} · ${cluster.name ?? ""}`.slice(0, 120), objective: d.objective, effort: d.effort, seed: d.seed,
+    objective: d.objective, effort: d.effort, seed: d.seed,
   };
 }
