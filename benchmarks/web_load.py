@@ -320,7 +320,7 @@ def main() -> int:
     parser.add_argument("--only-users", action="store_true", help="what-ifs of many users and nothing else")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder))
+        server = Server(Path(folder), anew=True)
         try:
             for name, data in (("2 workers", planned()), ("80 devices in 10 regions", wide())):
                 each = control_cpu_s(*data)

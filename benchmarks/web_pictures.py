@@ -78,7 +78,7 @@ def main() -> int:
 
     path = next(p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name)))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
-        server = Server(Path(folder), "--allow-rehearsals")
+        server = Server(Path(folder), "--allow-rehearsals", anew=True)
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         try:
             plan, other, run = made(server)

@@ -127,7 +127,7 @@ def main() -> int:
 
     path = next(p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name)))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
-        server = Server(Path(folder))
+        server = Server(Path(folder), anew=True)
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1366, "height": 900}, reduced_motion="reduce", locale="en-US")
         page.set_default_timeout(PATIENCE_S * 1e3)

@@ -11,6 +11,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +22,12 @@ from tests.real_ranks import CONTEXT
 
 
 def _enter(
-    main: Callable[[list[str]], int], words: list[str], folder: str, environment: dict[str, str], *ends: Connection
+    main: Callable[[list[str]], int],
+    words: list[str],
+    folder: str,
+    environment: dict[str, str],
+    *ends: Connection,
+    forks: bool = False,
 ) -> None:
     """Be the program; never returns."""
     for number, end in enumerate(ends, start=1):
@@ -29,6 +36,8 @@ def _enter(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    if forks:
+        _fork_from_here()
     try:
         code = main(words)
     except SystemExit as left:
@@ -39,6 +48,33 @@ def _enter(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _fork_from_here() -> None:
+    """Let what this process starts by `multiprocessing` be forked from a copy of it, which has loaded what it has.
+
+    A server of forks of its own would import all of that anew.
+    """
+
+    def fork(_: object, words: Sequence[str], passed: Sequence[int]) -> int:
+        process = os.fork()
+        if process == 0:
+            with suppress(BaseException):
+                begin = 3
+                for number in sorted(passed):  # a program that is started anew has no others
+                    os.closerange(begin, number)
+                    begin = number + 1
+                os.closerange(begin, os.sysconf("SC_OPEN_MAX"))
+                exec(words[-1])
+            os._exit(0)
+        return process
+
+    spawn, util.spawnv_passfds = util.spawnv_passfds, fork
+    try:
+        forkserver.set_forkserver_preload([])
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = spawn
 
 
 class Program:
@@ -54,6 +90,8 @@ class Program:
         Where it runs.
     environment : dict, optional
         All its variables; this process's by default. Libraries that the server has loaded do not read theirs again.
+    forks : bool
+        Whether it starts processes by `multiprocessing` itself.
     """
 
     def __init__(
@@ -62,10 +100,12 @@ class Program:
         words: Sequence[object],
         folder: Path,
         environment: dict[str, str] | None = None,
+        *,
+        forks: bool = False,
     ) -> None:
         ours, theirs = zip(*(CONTEXT.Pipe(duplex=False) for _ in range(2)), strict=True)
         arguments = main, [str(word) for word in words], str(folder), dict(environment or os.environ), *theirs
-        self.process = CONTEXT.Process(target=_enter, args=arguments, daemon=True)
+        self.process = CONTEXT.Process(target=_enter, args=arguments, kwargs={"forks": forks}, daemon=not forks)
         self.process.start()
         for end in theirs:
             end.close()

@@ -49,7 +49,7 @@ class Understood(BaseException):
     """Raised where a program has read its arguments."""
 
 
-def _module(words: list[str]) -> tuple[str, list[str]]:
+def module_of_line(words: list[str]) -> tuple[str, list[str]]:
     """The module that runs, and its arguments."""
     if words[0] == "polygon" or words[:3] == ["python", "-m", "polygon"]:
         rest = words[1:] if words[0] == "polygon" else words[3:]
@@ -78,7 +78,7 @@ def fault_of(line: str, *, shortened: bool = False) -> str | None:
     for word in words:
         if word.startswith("instances/") and not [*ROOT.glob(word)]:
             return f"found no {word}"
-    module, rest = _module(words)
+    module, rest = module_of_line(words)
     if not rest:
         return None if (ROOT / (module.replace(".", "/") + ".py")).is_file() else f"found no module {module}"
     parse: Any = argparse.ArgumentParser.parse_args

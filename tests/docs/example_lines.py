@@ -9,16 +9,20 @@ not stands in `REASONS`. Words without arguments (`polygon search`) name program
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.docs.command_lines import PAGES, ROOT, command_lines, fault_of
+from tests.docs.command_lines import PAGES, ROOT, command_lines, fault_of, module_of_line
 from tests.docs.page_commands import blocks
+from tests.real_programs import ran
 
 FOLLOWED = ("README.md", "docs/tutorial.md", "docs/concepts.md", "docs/overhead.md")
 """Run whole by `make pages`, with all how-tos."""
@@ -102,8 +106,8 @@ def reason(line: str) -> str | None:
     return next((why for pattern, why in REASONS.items() if re.fullmatch(pattern, line)), None)
 
 
-def prepare(folder: Path) -> None:
-    """Put the files there that lines name."""
+def prepare(folder: Path, *, anew: bool = True) -> None:
+    """Put the files there that lines name, made by programs that are started as `fault_in` does."""
     from tests.lab.test_probe_fit import iperf3_file
 
     for name in ("instances", "runners", "comm", "benchmarks"):
@@ -112,15 +116,26 @@ def prepare(folder: Path) -> None:
     iperf3_file(folder / "p1.json", 1, 100, 10_000)
     iperf3_file(folder / "p8.json", 8, 600, 10_000)
     for line in PREPARED.strip().splitlines():
-        fault = fault_in(line, folder)
+        fault = fault_in(line, folder, anew=anew)
         if fault is not None:
             raise RuntimeError(fault)
 
 
-def fault_in(line: str, folder: Path) -> str | None:
-    """Run a line by a shell; what is wrong, if anything."""
+def _run_module(name: str, words: list[str]) -> int:
+    """Be what `python -m` runs."""
+    sys.argv[1:] = words
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def fault_in(line: str, folder: Path, *, anew: bool = True) -> str | None:
+    """Run a line by a shell, or its program alone in a process that is forked; what is wrong, if anything."""
     for word, file in FILLED_IN.items():
         line = line.replace(word, file)
+    if not anew:
+        name, words = module_of_line(shlex.split(line))
+        code, _, said = ran(functools.partial(_run_module, name), words, folder)
+        return f"exit {code} of {line}\n{said[-1500:]}" if code else None
     programs = Path(sys.executable).parent
     paths = os.pathsep.join([str(ROOT), str(ROOT / "comm")])
     environment = dict(os.environ, PATH=f"{programs}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=paths)

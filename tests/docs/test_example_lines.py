@@ -16,16 +16,16 @@ BY_DAY = ("docs/objectives.md", "docs/web.md", "docs/file-formats.md", "docs/pre
 def folder(tmp_path_factory):
     """A folder with the files that lines name."""
     made = tmp_path_factory.mktemp("examples")
-    prepare(made)
+    prepare(made, anew=False)
     return made
 
 
 @pytest.mark.parametrize("page", [page.relative_to(ROOT).as_posix() for page in sorted(PAGES)] if NIGHTLY else BY_DAY)
 def test_a_pages_lines_succeed_as_printed(page, folder):
-    """One after the other; what one writes the next may read. All pages: at night, and by `make pages`."""
+    """One after the other; what one writes the next may read. All pages, by a shell: at night, and by `make pages`."""
     run = [line for line in lines_of(ROOT / page) if reason(line) is None]
     assert run or NIGHTLY
-    assert [fault for line in run if (fault := fault_in(line, folder))] == []
+    assert [fault for line in run if (fault := fault_in(line, folder, anew=NIGHTLY))] == []
 
 
 def test_every_reason_is_some_lines_and_names_what_is_there():
@@ -47,5 +47,7 @@ def test_pages_that_are_followed_are_those_of_make_pages():
 
 def test_a_line_that_fails_is_told(tmp_path):
     """With its exit code and what it said."""
-    assert fault_in("polygon show parity", tmp_path) is None
-    assert "exit 2 of polygon show parties\npolygon" in str(fault_in("polygon show parties", tmp_path))
+    for anew in (False, True):
+        assert fault_in("polygon show parity", tmp_path, anew=anew) is None
+        said = str(fault_in("polygon show parties", tmp_path, anew=anew))
+        assert "exit 2 of polygon show parties\npolygon" in said

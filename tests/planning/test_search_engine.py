@@ -291,9 +291,11 @@ def test_a_region_more_is_not_slower_for_pipelines_that_the_fluid_value_misjudge
 
 
 def test_a_region_more_is_not_slower_for_searches_that_are_led_away():
-    """A short search in what the best plans met leave out finds what one over all four regions ends 5 % above."""
+    """A short search in what the best plans met leave out finds what one over all four regions ends 10 % above."""
     problem, larger = larger_problems(7)
-    plain, other = (find_plan(each, np.random.default_rng(0)).value_s for each in (problem, larger["region"]))
+    plain, other = (
+        find_plan(each, np.random.default_rng(0), effort=LONGER).value_s for each in (problem, larger["region"])
+    )
     assert other <= plain * (1 + 1e-9)
 
 

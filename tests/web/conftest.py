@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -17,34 +18,48 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the web application's libraries are not installed (pip install -e '.[web]')")
 
+from polygon.commands.serve import main
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.serialization import format_json
 from tests.exported_plans import planned, wide
 from tests.patience import PATIENCE_S
+from tests.real_programs import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Server:
-    """A running `python -m polygon.serve` and its data."""
+    """A running `python -m polygon.serve` and its data.
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    It is forked from a process that has loaded what it needs, unless it is to be started `anew`, as from a shell: that
+    takes six CPU-seconds.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, anew: bool = False) -> None:
         self.folder = folder
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'comm'}"}
-        command = [sys.executable, "-m", "polygon.serve", "--port", "0", "--database", "jobs.sqlite", *arguments]
-        self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process: Program | subprocess.Popen[str]
+        words = ["--port", "0", "--database", "jobs.sqlite", *arguments]
+        if anew:
+            environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'comm'}"}
+            command = [sys.executable, "-m", "polygon.serve", *words]
+            self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment)
+        else:
+            self.process = Program(main, words, folder, forks=True)
         assert self.process.stderr is not None
         line = self.process.stderr.readline()
         found = re.search(r"http://[\d.]+:\d+", line)
         if not found:
-            _, rest = self.process.communicate(timeout=PATIENCE_S)
-            raise RuntimeError(line + rest)
+            raise RuntimeError(line + self.process.stderr.read())
         self.url = found[0]
 
-    def stop(self) -> None:
-        """End it as a service manager would."""
-        self.process.terminate()
-        self.process.communicate(timeout=PATIENCE_S)
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> str:
+        """End it as a service manager would, or by another signal; what it has said since it began."""
+        with self.process:
+            self.process.send_signal(number)
+            assert self.process.stderr is not None
+            said = self.process.stderr.read()
+            self.process.wait()
+        return said
 
     def request(
         self, method: str, path: str, data: Any = None, headers: dict[str, str] | None = None

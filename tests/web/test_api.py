@@ -7,16 +7,19 @@ import http.client
 import json
 import os
 import re
+import signal
 import sqlite3
 import subprocess
-import sys
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.web_load import cpu_s, rest
 from polygon import Problem
+from polygon.commands.cli import run
+from polygon.commands.serve import main
 from polygon.formats import catalogue
 from polygon.formats.convert import cluster_data, cluster_from_spec, model_data, problem_data
 from polygon.formats.convert_plan import plan_data
@@ -29,7 +32,8 @@ from polygon.web.plan_routes import AHEAD
 from polygon.web.pricing import Pricing
 from tests.exported_plans import INSTANCES, planned, wide
 from tests.patience import PATIENCE_S, eventually
-from tests.web.conftest import ROOT, Server
+from tests.real_programs import ran
+from tests.web.conftest import Server
 
 PROBE = {"format": "polygon-probe", "version": 1, "links": [
     {"source_region": "north", "target_region": "south", "rtt_s": 0.03, "link_bytes_per_s": 5e8}]}  # fmt: skip
@@ -370,7 +374,7 @@ def test_one_click_deployment_passes_its_dry_run(server, plan_id, target):
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the CPU time of a process is read where Linux has it")
 def test_a_deployment_is_worked_out_where_plans_are_priced(tmp_path):
     """The bound in its plan file takes seconds of a large plan: the server answers others meanwhile."""
-    server = Server(tmp_path)
+    server = Server(tmp_path, anew=True)
     own = Path(f"/proc/{server.process.pid}/stat")
 
     def seconds() -> tuple[float, float]:
@@ -604,8 +608,7 @@ def test_a_restart_in_the_middle_of_a_job_loses_nothing(tmp_path):
     server = Server(tmp_path)
     kept = server.request("POST", "/api/v1/plans", plan_data(*planned()))[2]["id"]
     job = server.request("POST", "/api/v1/jobs", body(effort="long"))[2]["id"]
-    server.process.kill()
-    server.process.communicate()
+    server.stop(signal.SIGKILL)
     with sqlite3.connect(tmp_path / "jobs.sqlite") as database:
         database.execute("UPDATE jobs SET request = json_set(request, '$.effort', 'quick') WHERE id = ?", (job,))
     database.close()
@@ -626,10 +629,9 @@ def test_command_says_what_is_wrong_in_one_line(server, tmp_path):
         (["--port", port, "--database", none], f"port: found 127.0.0.1:{port} (Address already in use)"),
         (["--host", "no.such.host.invalid", "--token", "x", "--database", none], "expected an address of this machine"),
     ):
-        command = [sys.executable, "-m", "polygon.serve", *options]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
-        assert run.returncode == 2 and len(run.stderr.splitlines()) == 1, run.stderr
-        assert said in run.stderr
+        code, _, line = ran(partial(run, main), options, tmp_path)
+        assert code == 2 and len(line.splitlines()) == 1, line
+        assert said in line
 
 
 def test_what_is_no_text_or_no_address_is_told_in_the_callers_language(server):

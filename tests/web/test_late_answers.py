@@ -280,7 +280,7 @@ def test_a_target_s_files_are_shown_under_its_own_name(page, server, plan_id, wi
 def test_points_of_a_front_that_come_late_do_not_replace_its_end(browser, server):
     """A look into a running front that is answered after its end knows fewer points."""
     page = new_page(browser, server)
-    looks = []
+    looks, streams = [], []
     ended = {
         "id": "f",
         "state": "done",
@@ -297,13 +297,17 @@ def test_points_of_a_front_that_come_late_do_not_replace_its_end(browser, server
         looks.append(route)
         if len(looks) == 1:
             route.fulfill(json=ended | {"state": "running", "progress": 0.1, "points": []})
-        elif len(looks) == 3:
+        elif len(streams) == 2:
             route.fulfill(json=ended | {"points": [point, point | {"step_s": 2.0, "usd": 1.0}]})
 
-    running = json.dumps(ended | {"state": "running", "progress": 0.5})
-    lines = f"data: {running}\n\ndata: {json.dumps(ended)}\n\n"
+    def events(route):
+        """Its end comes once the page has asked again: a look that has not left the page is not asked for after it."""
+        streams.append(route)
+        told = ended | {"state": "running", "progress": 0.5} if len(streams) == 1 else ended
+        route.fulfill(body=f"data: {json.dumps(told)}\n\n", content_type="text/event-stream")
+
     page.route("**/api/v1/fronts/f", front)
-    page.route("**/api/v1/jobs/f/events", lambda r: r.fulfill(body=lines, content_type="text/event-stream"))
+    page.route("**/api/v1/jobs/f/events", events)
     page.add_init_script("sessionStorage.setItem('polygon-front', 'f')")
     page.goto(f"{server.url}/#view=front")
     rows = page.locator("#view tbody tr")
