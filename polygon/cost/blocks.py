@@ -50,9 +50,9 @@ and 0.42; instances/measured/gpu_check_h100.json, `masked_attention`; other card
 DETERMINISTIC_SLOWS = 1.3
 """Deterministic backward of fused attention: up to 37.9 % of the throughput is lost (DASH, arXiv:2601.21824)."""
 NORM_BYTES = {"fused": (0, 0), "copies": (8, 10), "operations": (28, 40)}
-"""Bytes that an RMS norm moves per element, forward and backward, beyond a fused kernel, by `Runtime.norms`. A copy in
-32 bits is written and read in forward; in backward the kernel reads it and writes a gradient of 32 bits, which is cast
-back. Seven fp32 operations where each is a kernel."""
+"""Bytes that an RMS norm moves per element of 16 bits, forward and backward, over a fused kernel, by `Runtime.norms`. A
+copy of 32 is written and read in forward; in backward the kernel reads it and writes a gradient of 32 bits, which is
+cast back. Seven fp32 operations where each is a kernel."""
 EAGER_ROTARY_BYTES = (16, 16)
 """The same for rotary positions as complex fp32 numbers, over a kernel that turns them in place."""
 HOST_PART = {False: 1.0, True: 15 / 24}

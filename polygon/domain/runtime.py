@@ -72,8 +72,8 @@ class Runtime:
     """How RMS norms run: one kernel (`fused`); one over a copy of its input in 32 bits, which backward keeps
     (`copies`); or operation by operation in 32 bits (`operations`). Empty: by `fused`, the first or the last."""
     positions: str = ""
-    """How rotary positions turn queries and keys: in one kernel (`fused`), or as complex numbers of 32 bits
-    (`operations`). Empty: by `fused`."""
+    """How rotary positions of blocks with RMS norms turn queries and keys: in one kernel (`fused`), or as complex
+    numbers of 32 bits (`operations`); those of blocks with layer norms are priced as one kernel. Empty: by `fused`."""
     update: str = ""
     """How the optimizer runs: one kernel that clips and writes 16-bit weights too (`fused`); one kernel, beside which
     norm, clipping, zeroing gradients and 16-bit copies of weights pass through memory by themselves (`apart`); or
