@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.host_launches import engine_launches
+from polygon.domain.model import Model
 from polygon.formats.catalogue import device as known_device
 from polygon.formats.catalogue import runtime
 from polygon.formats.files import read_plan, write_plan
@@ -59,6 +60,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"blocks": 12, "hidden_size": 1024, "heads": 16, "experts": 32, "experts_per_token": 4, "expert_ffn_size": 1024},
     "experts-8-wide": LLAMA
     | {"blocks": 6, "hidden_size": 2048, "heads": 16, "experts": 8, "experts_per_token": 2, "expert_ffn_size": 5632},
+    "experts-128": LLAMA
+    | {"blocks": 4, "hidden_size": 1024, "heads": 16, "experts": 128, "experts_per_token": 8, "expert_ffn_size": 768},
     "long": LLAMA | {"blocks": 8, "hidden_size": 2048, "heads": 16, "kv_heads": 4, "ffn_size": 5632},
     "windows": LLAMA
     | {"blocks": 8, "hidden_size": 2048, "heads": 16, "kv_heads": 4, "ffn_size": 5632, "window": 4096}
@@ -112,9 +115,14 @@ CONFIGURATIONS = tuple(
         ("experts-8", 8, 2048, {"micro_batch_size": 1}),
         ("experts-32", 8, 2048, {"micro_batch_size": 1}),
         ("experts-8-wide", 8, 2048, {}),
+        ("experts-128", 8, 2048, {"profiled": True}),
+        ("experts-128", 8, 2048, {"micro_batch_size": 1}),
         ("gpt3-1.3b", 8, 2048, {"options": ("--precision", "fp8"), "profiled": True}),
         ("gpt3-1.3b", 8, 2048, {"micro_batch_size": 1}),
         ("gpt3-350m", 8, 2048, {"micro_batch_size": 1, "profiled": True}),
+        ("llama3.2-1b", 8, 2048, {"micro_batch_size": 1}),
+        ("gpt3-1.3b", 8, 2048, {"options": ("--runtime", "polygon-compiled")}),
+        ("llama3.2-1b", 8, 2048, {"options": ("--runtime", "polygon-compiled")}),
         ("gpt3-1.3b", 8, 2048, {"recompute": "full"}),
         ("long", 1, 32768, {"profiled": True}),
         ("windows", 1, 32768, {"profiled": True}),
@@ -224,6 +232,72 @@ def masked_attention(device: str, *, quick: bool) -> list[dict[str, Any]]:
             | {"forward_s": seconds[0], "backward_s": seconds[1]}
         )
     return rows
+
+
+EXPERT_SHAPES = ((8, 1024, 3584, 2048), (8, 1024, 3584, 16384), (32, 1024, 1024, 2048), (128, 2048, 768, 8192))
+"""Experts, width, width inside, and rows that they get together."""
+
+
+def experts_at_once(device: str, *, quick: bool) -> list[dict[str, Any]]:
+    """The engine's experts with gates one after another and all in one kernel, on the same rows, of which one expert
+    gets none: how far outputs and gradients are apart, over the largest of what each gives by itself; seconds and the
+    most bytes of forward and backward."""
+    import torch
+
+    from runners.bench_device import BenchWork, Timer
+    from runners.engine import experts
+    from runners.engine.gradients import Bucket
+    from runners.engine.layers import build_layer
+    from runners.engine.narrow_weights import NarrowWeights
+
+    place, known = torch.device(device), experts.has_kernel
+    found = []
+    for count, width, inside, rows in ((4, 64, 32, 50),) if quick else EXPERT_SHAPES:
+        shape = LLAMA | {"blocks": 1, "hidden_size": width, "heads": width // 64, "kv_heads": width // 64}
+        shape |= {"head_dim": 64, "ffn_size": inside, "expert_ffn_size": inside, "experts": count}
+        draw = torch.Generator().manual_seed(0)
+        busy = torch.randint(1, count, (rows,), generator=draw).bincount(minlength=count).to(place)
+        x = torch.randn(rows, width, generator=draw).to(place).requires_grad_()
+        upstream = torch.randn(rows, width, generator=draw).to(place)
+        row: dict[str, Any] = {"experts": count, "width": width, "inside": inside, "rows": rows}
+        results = []
+        for name, at_once in (("alone", False), ("at_once", True)):
+            experts.has_kernel = lambda *of, allowed=at_once: allowed and (quick or known(*of))
+            layer = build_layer(Model(name="experts", **shape, experts_per_token=1), 1, 0, place).mlp
+            assert isinstance(layer, experts.Experts)
+            bucket = Bucket("blocks.0", dict(layer.named_parameters()), None)
+            narrow = NarrowWeights([layer], [bucket], torch.bfloat16)
+            experts.has_kernel = known
+
+            def passes(layer: experts.Experts = layer, x: Any = x, busy: Any = busy, upstream: Any = upstream) -> Any:
+                with torch.autocast(device, dtype=torch.bfloat16):
+                    out = layer._run(x, busy)
+                out.backward(upstream.to(out.dtype))
+                return out
+
+            with narrow.in_place():
+                passes()
+                x.grad = None
+                bucket.vector.zero_()
+                if device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                    row[f"{name}_held_bytes"] = torch.cuda.memory_allocated()
+                out = passes()
+                if device == "cuda":
+                    row[f"{name}_peak_bytes"] = torch.cuda.max_memory_allocated()
+                results.append([tensor.detach().float().clone() for tensor in (out, x.grad, bucket.vector)])
+                work = BenchWork(call=passes)
+                for _ in range(2 if quick else 5):
+                    Timer(place).visit(work)
+                row[f"{name}_s"] = median(work.samples_s)
+        apart = [(a - b).abs().max() / a.abs().max().clamp_min(1e-30) for a, b in zip(*results, strict=True)]
+        row["apart"] = float(torch.stack(apart).max())  # of which a NaN is the largest
+        row["in_one_kernel"] = bool(layer.stacked)
+        found.append(row)
+        del layer, bucket, narrow, passes, work, results
+        if device == "cuda":
+            torch.cuda.empty_cache()  # other parts are processes of their own
+    return found
 
 
 def profile(folder: Path, device: str, *, quick: bool) -> dict[str, Any]:
@@ -408,6 +482,7 @@ def check(
         "streams and NCCL": lambda: streams_and_nccl(device),
         "bench": lambda: bench(folder, device, seconds=5.0 if quick else seconds),
         "host": lambda: host(device, quick=quick),
+        "experts at once": lambda: experts_at_once(device, quick=quick),
         "masked attention": lambda: masked_attention(device, quick=quick),
         "profile": lambda: profile(folder, device, quick=quick),
         "recipes": lambda: recipes(folder, device, quick=quick),

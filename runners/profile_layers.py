@@ -148,7 +148,9 @@ class LayerBench:
     ) -> None:
         import torch
 
+        from runners.engine.gradients import Bucket
         from runners.engine.layers import build_layer
+        from runners.engine.narrow_weights import NarrowWeights
 
         self.model, self.kind, self.device = model, kind, device
         self._pause_s = pause_s
@@ -156,6 +158,8 @@ class LayerBench:
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self.modules: list[nn.Module] = [build_layer(model, layer, copy, device) for copy in range(self.copies)]
         self.parameters = [p for module in self.modules for p in module.parameters()]
+        buckets = [Bucket(f"{n}", dict(module.named_parameters()), None) for n, module in enumerate(self.modules)]
+        self._narrow = NarrowWeights(self.modules, buckets, self.dtype)
         self._watch = Stopwatch(device, clock)
         self._optimizer = torch.optim.AdamW(self.parameters)
 
@@ -181,8 +185,17 @@ class LayerBench:
         backward_s, _ = self._watch.time_s(lambda: output.backward(gradient))
         return forward_s, backward_s
 
+    def _update(self) -> None:
+        """The optimizer's step, and the weights in 16 bits for the next one."""
+        self._optimizer.step()
+        self._narrow.fill()
+
     def measure(self, size: int, seq_len: int, seconds: float) -> dict[str, Any]:
-        """One row of the profile."""
+        """One row of the profile. Weights in 16 bits are made once, as in a step of several micro-batches."""
+        with self._narrow.in_place():
+            return self._measure(size, seq_len, seconds)
+
+    def _measure(self, size: int, seq_len: int, seconds: float) -> dict[str, Any]:
         import torch
 
         inputs = _inputs(self.model, self.kind, size, seq_len, self.dtype, self.device)
@@ -192,8 +205,9 @@ class LayerBench:
         passes = {recompute: self._repeat(inputs, gradient, recompute, seconds) for recompute in (False, True)}
         if self.kind == "embedding":
             passes[True] = passes[False]  # nothing is kept, nothing to recompute
-        updates = [self._watch.time_s(self._optimizer.step)[0] for _ in range(WARM_UPS + LEAST_REPEATS)][WARM_UPS:]
-        kept = kept_bytes(lambda: self._forward(inputs, False), self.parameters)
+        updates = [self._watch.time_s(self._update)[0] for _ in range(WARM_UPS + LEAST_REPEATS)][WARM_UPS:]
+        weights = [*self.parameters, *self._narrow.leaves]
+        kept = kept_bytes(lambda: self._forward(inputs, False), weights)
         row = {
             "kind": self.kind,
             "micro_batch_size": size,
@@ -219,15 +233,14 @@ class LayerBench:
         inputs = _inputs(self.model, self.kind, size, seq_len, self.dtype, self.device)
         forwards: list[float] = []
         backwards: list[float] = []
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+        with self._narrow.in_place():
             gradient = torch.ones_like(self._forward(inputs, False))
             end_s = time.perf_counter() + seconds
             while len(forwards) < WARM_UPS + LEAST_REPEATS or time.perf_counter() < end_s:
                 start_s = time.perf_counter()
                 output = self._forward(inputs, False)
                 forward_s = time.perf_counter()
-                with torch.autocast(self.device.type, enabled=False):
-                    output.backward(gradient)
+                output.backward(gradient)
                 forwards.append(forward_s - start_s)
                 backwards.append(time.perf_counter() - forward_s)
         passed = slice(WARM_UPS, None)

@@ -1,9 +1,9 @@
 """Bytes that eager layers keep for backward, counted operation by operation as torch's autograd keeps them.
 
 Beside `polygon.cost.memory`, which speaks of programs with fused kernels, this knows which tensors the layers of this
-project's engine keep and in which number format: under autocast norms compute in 32 bits and keep their inputs so, keys
-and values are repeated for all heads, a gated MLP keeps what its gate gives too, and the loss takes 32 bits a logit
-three times (log-probabilities, their gradient, the logits' gradient).
+project's engine keep and in which number format: norms keep their inputs as they come, keys and values are repeated
+for all heads, a gated MLP keeps what its gate gives too, and the loss takes 32 bits a logit three times
+(log-probabilities, their gradient, the logits' gradient).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Way:
     """Whether keys and values of the cp ranks pass round a ring."""
     whole_experts: bool = False
     """Whether the tp ranks have whole experts of their own, and each routes its part of the tokens."""
-    norms_in_32_bits: bool = True
-    """Autocast's way; where weights are in 16 bits (DeepSpeed) norms are too."""
+    norms_in_32_bits: bool = False
+    """Autocast's way: norms cast what comes to 32 bits and keep that. The engine's do not, nor those of 16-bit weights
+    (DeepSpeed)."""
     sums_in_32_bits: bool = False
     """What passes from block to block: replicas leave it as autocast makes it, the engine rounds it."""
     fused_norms: bool = True
@@ -62,8 +63,9 @@ def _norm(width: float, way: Way, e: int, *, rms: bool) -> float:
     """Bytes a token of one norm: its input, an RMS norm's values before their weight, factors."""
     if way.compiled:
         return e * width + (4 if rms else 8)
-    copies = 2 if rms and not way.fused_norms and way.trained is None else 1
-    return (4 if way.norms_in_32_bits else e) * width * copies + (4 if rms else 8)
+    operations = rms and not way.fused_norms  # in 32 bits, whatever comes
+    copies = 2 if operations and way.trained is None else 1
+    return (4 if way.norms_in_32_bits or operations else e) * width * copies + (4 if rms else 8)
 
 
 def _attention(block: Block, way: Way, e: int) -> float:

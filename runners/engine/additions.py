@@ -17,6 +17,7 @@ from torch import nn
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
 from runners.engine.layers import empty_layer, layer_name, shard_dim
+from runners.engine.sequence import sum_over_group
 
 
 class Additions(Protocol):
@@ -136,9 +137,9 @@ def _cut(layers: nn.ModuleDict, model: Model, names: list[str], tp: TensorGroup)
             if dim is not None:
                 parameter.data = tp.part(parameter.data, dim).clone()
         if dims[1] is None:
-            up.register_hook(tp.total)
+            sum_over_group(up, tp)
         if dims[0] is None and block.by_tokens:
-            down.register_hook(tp.total)
+            sum_over_group(down, tp)
 
 
 def check_lora(model: Model, part: Additions) -> None:

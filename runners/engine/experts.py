@@ -18,12 +18,15 @@ import torch
 from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.tensor_group import TensorGroup
 from torch import nn
+from torch.nn import functional
 
 from polygon.domain.model import Model
-from runners.engine.sequence import join, split
+from runners.engine.sequence import Linear, as_autocast, join, split
 
 EXPERT = ".mlp.experts."
 """In the names of the routed experts' parameters, before the expert's number."""
+ALIGNED_BYTES = 16
+"""What torch's kernel for products of several weights wants rows to be a multiple of."""
 
 
 @dataclass
@@ -82,6 +85,15 @@ def balance_loss(
     return (busy * scores.float().softmax(-1).sum(1)).sum()
 
 
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies rows with the weights of several experts in one kernel, which knows on the device alone
+    how many each gets: in bf16 on Hopper and the Blackwell of data centers. Elsewhere `grouped_mm` is a loop that waits
+    for the device before every product."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or not hasattr(functional, "grouped_mm"):
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 class Experts(nn.Module):
     """Routed experts: each token goes to its best few, weighted by a softmax over those; shared ones see all."""
 
@@ -97,6 +109,9 @@ class Experts(nn.Module):
         self.beside: TensorGroup | None = None
         """Ranks that split tokens between them here too, each with whole experts."""
         self.balance = BalanceLoss()
+        self.stacked: dict[str, torch.Tensor] = {}
+        """Weights of all experts here by their layer, shape (experts, out, in), where one kernel takes them
+        (`NarrowWeights`)."""
         self.router = nn.Linear(model.hidden_size, model.experts, bias=False)
         self.experts = nn.ModuleDict({str(e): make(model, model.expert_ffn_size) for e in range(model.experts)})
         self.shared = nn.ModuleList(make(model, model.expert_ffn_size) for _ in range(model.shared_experts))
@@ -119,9 +134,11 @@ class Experts(nn.Module):
         weights = best.float().softmax(-1).to(x.dtype).view(-1, self.per_token, 1)
         # Choices sorted by expert: `order` says which choice, so which row, comes when.
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self.count)
+        # `bincount` would wait for the device.
+        counts = torch.zeros(self.count, dtype=chosen.dtype, device=chosen.device)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
         sent = rows[order // self.per_token]
-        mixed = self._run(sent, counts.tolist()) if self.group is None else self._run_apart(sent, counts, self.group)
+        mixed = self._run(sent, counts) if self.group is None else self._run_apart(sent, counts, self.group)
         # Back to the order of the tokens; `index_add` would keep what it adds for backward.
         mixed = mixed.index_select(0, order.argsort()).view(-1, self.per_token, rows.shape[-1])
         out = (mixed * weights).to(rows.dtype).sum(1).view_as(x)
@@ -136,13 +153,48 @@ class Experts(nn.Module):
             if name.endswith("down.bias"):
                 yield parameter
 
-    def _run(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Rows sorted by expert through the experts that are here.
+    def _run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert through the experts that are here, of which each gets so many.
 
         Every expert enters the graph, also without tokens, so that each parameter gets a gradient.
         """
-        parts = rows.split(counts)
+        if self.stacked and len(rows):
+            return self._mixed_at_once(as_autocast(rows), counts)
+        parts = rows.split(counts.tolist())
         return torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
+
+    def may_run_at_once(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether one kernel makes the products of all experts: whole, plain layers, where there is one."""
+        one = next(iter(self.experts.values()))  # all are alike
+        return (
+            has_kernel(device, dtype)
+            and one.tp is None
+            and all(
+                type(layer) is Linear
+                and layer.bias is None
+                and layer.eight_bits is None
+                and not any(size * dtype.itemsize % ALIGNED_BYTES for size in layer.weight.shape)
+                for layer in one.children()
+            )
+        )
+
+    def weights_by_layer(self) -> dict[str, list[nn.Parameter]]:
+        """Those of the experts here, in their order."""
+        experts = list(self.experts.values())
+        names = [name for name, _ in experts[0].named_children()]
+        return {name: [expert.get_parameter(f"{name}.weight") for expert in experts] for name in names}
+
+    def _mixed_at_once(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The same as one expert after another, in as many kernels as an expert has, for which the host waits for
+        nothing."""
+        one: Any = next(iter(self.experts.values()))
+        ends = counts.cumsum(0).to(torch.int32)
+
+        def product(name: str, x: torch.Tensor) -> torch.Tensor:
+            return functional.grouped_mm(x, self.stacked[name].transpose(1, 2), offs=ends)
+
+        first = ("up",) if one.gate is None else ("up", "gate")
+        return product("down", one.activate(*(product(name, rows) for name in first)))
 
     def _run_apart(self, rows: torch.Tensor, counts: torch.Tensor, group: ExchangeGroup) -> torch.Tensor:
         """Rows sorted by expert through the experts of all ranks."""
@@ -154,5 +206,5 @@ class Experts(nn.Module):
         # From "by source, then by expert" to "by expert".
         which = torch.arange(each, device=rows.device).repeat(group.size).repeat_interleave(arriving.flatten())
         order = which.argsort(stable=True)
-        mixed = self._run(arrived[order], arriving.sum(0).tolist())
+        mixed = self._run(arrived[order], arriving.sum(0))
         return group.exchange(mixed[order.argsort()], received, sent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.line import BYTES_UNDER_WAY, MOST_UNDER_WAY, SUMS_UNDER_WAY, Pending, SumLine
@@ -87,14 +88,31 @@ class Bucket:
             parameter.data = self.weights[start:stop].view_as(parameter)
             parameter.grad = self.vector[start:stop].view_as(parameter)
             start = stop
+        self.leaves: list[torch.Tensor] = list(self.parameters.values())
+        """What gradients come to: the parameters, or what products take in their place (`NarrowWeights`)."""
         self.missing = 0
-        """Parameters whose gradient of the micro-batch under way is not there yet."""
+        """Leaves whose gradient of the micro-batch under way is not there yet."""
         self.complete = False
         """Whether the gradients of all of this rank's micro-batches of the step are there."""
         self.chunk = 0
         """Which of a worker's stages the parameters are in."""
         self._buffer_bytes: dict[torch.dtype, int] = {}
         """`buffer_bytes`, once asked for."""
+
+    @property
+    def whole_weights(self) -> torch.Tensor:
+        """All weights of the bucket, as layers have them."""
+        return self.weights
+
+    def equally_far(self, names: Sequence[str], multiple: int) -> bool:
+        """Whether parameters of one shape lie equally far apart, all at a multiple of so many numbers."""
+        starts = [self.places[name][0] for name in names]
+        alike = len({self.places[name][2] for name in names}) == 1
+        return alike and len(set(np.diff(starts))) <= 1 and not any(start % multiple for start in starts)
+
+    def view(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """Of the weights as layers have them."""
+        return self.whole_weights.as_strided(shape, strides, start)
 
     def weights_of(self, start: int, stop: int) -> torch.Tensor:
         """A held stretch of the weights."""
@@ -236,7 +254,7 @@ class Reducer:
             return
         for bucket in self.buckets:
             hook = self._hook(bucket)
-            self._handles += [p.register_post_accumulate_grad_hook(hook) for p in bucket.parameters.values()]
+            self._handles += [leaf.register_post_accumulate_grad_hook(hook) for leaf in bucket.leaves]
 
     def _hook(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
         def done(_: torch.Tensor) -> None:
@@ -250,7 +268,7 @@ class Reducer:
         self._passing, self._last = deque(bucket for bucket in self.buckets if bucket.chunk == chunk), last
         self._passed = 0
         for bucket in self._passing:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing = len(bucket.leaves)
         if last and not self._always:
             self._set_hooks()
 

@@ -26,7 +26,7 @@ from runners.engine.context import gathered, part_of, spans_of, to_heads, to_tok
 from runners.engine.documents import Documents
 from runners.engine.experts import EXPERT, BalanceLoss, Experts
 from runners.engine.float8 import EightBits, fits
-from runners.engine.positions import rotate
+from runners.engine.positions import Turns, rotate
 from runners.engine.pretrained import Pretrained
 from runners.engine.ring_attention import ring_attention
 from runners.engine.runnable import require_plain
@@ -40,6 +40,7 @@ from runners.engine.sequence import (
     split,
     sum_gradients,
     sum_over,
+    sum_over_group,
 )
 from runners.engine.windows import Piece, pieces_of, window_mask
 
@@ -56,17 +57,28 @@ def layer_name(model: Model, layer: int) -> str:
 
 
 class RmsNorm(nn.RMSNorm):
-    """With the weight in the input's number format: torch fuses the operation only where both are the same."""
+    """In the input's number format, weight and all: one kernel, which sums in 32 bits inside. Autocast would have it
+    cast what comes to 32 bits and what leaves back to 16, each a kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = None if self.weight is None else self.weight.to(x.dtype)
-        return nn.functional.rms_norm(x, tuple(self.normalized_shape), weight, self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.rms_norm(x, tuple(self.normalized_shape), weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """The same with a mean and a bias."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.layer_norm(x, tuple(self.normalized_shape), weight, bias, self.eps)
 
 
 def _norm(model: Model) -> nn.Module:
     if model.rms_norm:
         return RmsNorm(model.hidden_size, eps=model.norm_eps)
-    return nn.LayerNorm(model.hidden_size, eps=1e-6 if model.family == "vit" else 1e-5)
+    return LayerNorm(model.hidden_size, eps=1e-6 if model.family == "vit" else 1e-5)
 
 
 class TokenEmbedding(nn.Module):
@@ -149,7 +161,7 @@ class Attention(nn.Module):
         self.window = model.window if model.attention_of(layer) == "window" else 0
         """Tokens that a query sees; 0: all."""
         self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
-        self.rope_theta, self.rope_scaling = model.rope_theta, model.rope_scaling
+        self.turns = Turns(model.rope_theta, model.rope_scaling)
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.query = Linear(model.hidden_size, q, bias=model.qkv_bias)
         self.key = Linear(model.hidden_size, kv, bias=model.qkv_bias)
@@ -209,7 +221,8 @@ class Attention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if not self.rotary:
             return q, k
-        return tuple(rotate(x, self.rope_theta, positions, self.rope_scaling) for x in (q, k))  # type: ignore[return-value]
+        cos, sin = self.turns.of(q, positions)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def _of_pieces(
         self,
@@ -427,11 +440,11 @@ def _join_group(module: nn.Module, model: Model, tp: TensorGroup, *, by_tokens: 
             first = tp.place * model.kv_heads // tp.size * model.head_dim
             part.kv_rows = slice(first, first + model.head_dim)
             for parameter in (*part.key.parameters(), *part.value.parameters()):
-                parameter.register_hook(tp.total)
+                sum_over_group(parameter, tp)
         if isinstance(part, Attention) and part.query_norm is not None and part.key_norm is not None:
             # Each rank applies them to its own heads alone; split by tokens, their sum is one of all norms'.
             for norm in (part.query_norm, part.key_norm) if not by_tokens else ():
-                norm.weight.register_hook(tp.total)
+                sum_over_group(norm.weight, tp)
     if by_tokens:
         _split_tokens(module, tp, whole_experts=whole_experts)
 
@@ -448,7 +461,7 @@ def _split_tokens(module: nn.Module, tp: TensorGroup, *, whole_experts: bool) ->
         if isinstance(part, Experts) and whole_experts:
             part.beside = tp
             for parameter in part.own_parameters():
-                parameter.register_hook(tp.total)
+                sum_over_group(parameter, tp)
         elif isinstance(part, TokenEmbedding | Head | Experts):
             part.split_over = tp
     sum_gradients(module, tp)
@@ -463,12 +476,14 @@ def attach_groups(
     ring: bool = False,
 ) -> None:
     """Let layers know who holds the other parts of the sequences (and whether keys pass round a `ring`), and who the
-    other experts; drop those."""
+    other experts; drop those. All turn queries and keys by the same cosines and sines."""
+    turns: Turns | None = None
     for part in (part for layer in layers for part in layer.modules()):
         if isinstance(part, Attention | TokenEmbedding | Experts):
             part.context = context
         if isinstance(part, Attention):
             part.ring = ring
+            part.turns = turns = turns or part.turns
         if isinstance(part, Experts):
             part.balance = balance
             if experts is not None:

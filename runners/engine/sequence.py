@@ -220,9 +220,21 @@ def row_product(layer: nn.Module, x: torch.Tensor, tp: TensorGroup | None, *, by
     return total if layer.bias is None else total + layer.bias.to(total.dtype)
 
 
+def sum_over_group(parameter: torch.Tensor, group: TensorGroup) -> None:
+    """Let a parameter's gradient be summed over a group before it is added to what is there, and know that it is."""
+    held: Any = parameter
+    held.summed_over = (*summed_over(parameter), group)
+    parameter.register_hook(group.total)
+
+
+def summed_over(parameter: torch.Tensor) -> tuple[TensorGroup, ...]:
+    """The groups over which a parameter's gradient is summed so."""
+    return getattr(parameter, "summed_over", ())
+
+
 def sum_gradients(module: nn.Module, group: TensorGroup) -> None:
     """Let the gradients of parameters that each rank applies to its own tokens alone be summed over the group."""
     for name, parameter in module.named_parameters():
         norm = name.rpartition(".")[0].endswith("norm")
         if norm or name in ("attention.output.bias", "mlp.down.bias"):
-            parameter.register_hook(group.total)
+            sum_over_group(parameter, group)

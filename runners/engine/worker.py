@@ -43,6 +43,7 @@ from runners.engine.layers import (
     use_eight_bits,
 )
 from runners.engine.log import RunLog
+from runners.engine.narrow_weights import NarrowWeights
 from runners.engine.options import Options
 from runners.engine.pretrained import Pretrained
 from runners.engine.rank_layout import Layout
@@ -151,6 +152,7 @@ class StageWorker:
         self._first_sample = 0
         self._lookahead = options.lookahead
         buckets, dtype = self._buckets(sums), _gradient_dtype(batch.gradient_precision)
+        self._narrow = NarrowWeights(self.layers.values(), buckets, self.dtype)
         self.reducer = Reducer(buckets, dtype, log, wires.accelerator, self._pass_gradient)
         sharded = [bucket for bucket in buckets if isinstance(bucket, ShardedBucket)]
         self._sharding: Sharding | None = None
@@ -294,10 +296,10 @@ class StageWorker:
         """Of inputs or targets, this rank's part of the sequences."""
         return drawn if self.context is None else part_of(drawn, self.context)
 
-    def _precision(self, *, enabled: bool = True) -> AbstractContextManager:
+    def _precision(self) -> AbstractContextManager:
         if self.dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self.wires.device.type, dtype=self.dtype, enabled=enabled)
+        return torch.autocast(self.wires.device.type, dtype=self.dtype)
 
     def _forward(self, step: int, action: Action) -> None:
         inputs = self.messages.receive(step, action)
@@ -357,6 +359,14 @@ class StageWorker:
         correct = torch.zeros((), dtype=torch.int64, device=self.wires.device)
         if isinstance(head, Head):
             head.correct = correct
+        with self._narrow.in_place():
+            self._validate_all(samples)
+        if isinstance(head, Head):
+            head.correct = None
+        return torch.stack([self.loss_sum, correct.to(torch.float64)])
+
+    def _validate_all(self, samples: Shuffled) -> None:
+        """Forward of all samples, in rounds."""
         # As many micro-batches as in a step, on the same routes; the last round is filled with blank samples.
         for round_, first in enumerate(range(0, len(samples), self.global_batch)):
             if self._sharding is not None:
@@ -367,9 +377,6 @@ class StageWorker:
             if self._sharding is not None:
                 self._sharding.end_schedule()
             self.messages.finish_sends()
-        if isinstance(head, Head):
-            head.correct = None
-        return torch.stack([self.loss_sum, correct.to(torch.float64)])
 
     def _validate(self, round_: int, first: int, action: Action, samples: Shuffled) -> None:
         """Forward of a micro-batch of a round's samples, of which it has those from `first` on."""
@@ -399,13 +406,12 @@ class StageWorker:
         with self.log.interval("compute", str(action)):
             last = self._lookahead > 0 and self._last_backwards[action.chunk] == action
             self.reducer.begin_backward(action.chunk, last=last)
-            with self._precision(enabled=False):
-                if not output.requires_grad:
-                    pass  # nothing is trained here, nor before
-                elif gradient is None:
-                    (output * (self.loss_scale * self.overflow_scale)).backward()
-                else:
-                    output.backward(gradient)
+            if not output.requires_grad:
+                pass  # nothing is trained here, nor before
+            elif gradient is None:
+                (output * (self.loss_scale * self.overflow_scale)).backward()
+            else:
+                output.backward(gradient)
             self.reducer.end_backward()
         if inputs is not None:
             assert inputs.grad is not None
@@ -423,8 +429,7 @@ class StageWorker:
         self.messages.packing_error.clear()
         if self._sharding is not None:
             self._sharding.begin_step()
-        # Weights are cast once: else every micro-batch in flight would keep copies of its own for backward.
-        with self._precision():
+        with self._narrow.in_place():
             for action in self.actions:
                 self.messages.post(self._lookahead)
                 self.executed.append(action)

@@ -59,12 +59,12 @@ class ShardedBucket(Bucket):
         self._accelerator = accelerator
         self.split = Split(self.name, owners.near_ranks, self.size)
         own = self.split.part(rank)
-        self.whole_weights = self.weights
+        self._whole_weights = self.weights
         """What the parameters look into; under ZeRO-3 it has memory only while a layer is computed."""
         if zero == 3:
             self.weights, self.weights_start = self.weights[own].clone(), own.start
             if dtype != self.weights.dtype:
-                self.whole_weights = torch.empty(self.size, dtype=dtype, device=self.weights.device)
+                self._whole_weights = torch.empty(self.size, dtype=dtype, device=self.weights.device)
                 for key, (start, stop, shape) in self.places.items():
                     self.parameters[key].data = self.whole_weights[start:stop].view(shape)
             self.drop()
@@ -78,6 +78,21 @@ class ShardedBucket(Bucket):
         self.passing: torch.Tensor | None = None
         """The gradient of the micro-batch whose backward is under way."""
         self._drop_gradient()
+
+    @property
+    def whole_weights(self) -> torch.Tensor:
+        """All weights of the bucket, as layers have them."""
+        return self._whole_weights
+
+    def view(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """Of the weights as layers have them, whose memory need not be there now."""
+        away = self.zero == 3
+        if away:
+            self._accelerator.fill_again(self.whole_weights)
+        found = super().view(start, shape, strides)
+        if away:
+            self.drop()
+        return found
 
     def _drop_gradient(self) -> None:
         self.passing = None

@@ -8,16 +8,17 @@ from polygon.cost.autograd_memory import Way, _norm
 @pytest.mark.parametrize(
     ("way", "rms", "expected"),
     [
-        # An input of 100 numbers in 32 bits; mean and factor, or the factor alone.
-        ({}, False, 4 * 100 + 8),
-        ({}, True, 4 * 100 + 4),
+        # An input of 100 numbers in 16 bits; mean and factor, or the factor alone.
+        ({}, False, 2 * 100 + 8),
+        ({}, True, 2 * 100 + 4),
         # Without one kernel for it, an RMS norm's values before their weight too, unless the weight has no gradient.
         ({"fused_norms": False}, True, 2 * 4 * 100 + 4),
-        ({"fused_norms": False}, False, 4 * 100 + 8),
+        ({"fused_norms": False}, False, 2 * 100 + 8),
         ({"fused_norms": False, "trained": ("query",)}, True, 4 * 100 + 4),
-        # In 16 bits where norms are, or where the cast is made again.
-        ({"norms_in_32_bits": False}, True, 2 * 100 + 4),
-        ({"compiled": True}, False, 2 * 100 + 8),
+        # In 32 bits where autocast has them cast it, but for what makes the cast again.
+        ({"norms_in_32_bits": True}, True, 4 * 100 + 4),
+        ({"norms_in_32_bits": True}, False, 4 * 100 + 8),
+        ({"norms_in_32_bits": True, "compiled": True}, False, 2 * 100 + 8),
     ],
 )
 def test_a_norm_keeps_its_input_and_what_it_divided_by(way, rms, expected):

@@ -1,12 +1,15 @@
 """Routed experts of one rank against token by token, and the loss that keeps them equally busy, by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from runners.engine.experts import Experts, balance_loss
+from runners.engine.experts import Experts, balance_loss, has_kernel
+from runners.engine.gradients import Bucket
 from runners.engine.layers import build_layer
+from runners.engine.narrow_weights import NarrowWeights
 from tests.small_problems import small_model
 
 MODEL = small_model(
@@ -27,8 +30,13 @@ class Parts:
 
 def experts():
     """Those of a block, with weights that differ."""
+    return experts_of(MODEL)
+
+
+def experts_of(model):
+    """The same of another model."""
     torch.manual_seed(0)
-    found = build_layer(MODEL, 1, 0).mlp
+    found = build_layer(model, 1, 0).mlp
     assert isinstance(found, Experts)
     for parameter in found.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -79,6 +87,61 @@ def test_every_expert_gets_a_gradient():
     assert all(parameter.grad is not None for parameter in layer.parameters())
     busy = [e for e, expert in layer.experts.items() if any(p.grad.any() for p in expert.parameters())]
     assert len(busy) == 2
+
+
+def in_bf16(layer):
+    """A mixture's weights in bf16 where one kernel takes all experts, and the bucket that has those in 32 bits."""
+    bucket = Bucket("blocks.0", dict(layer.named_parameters()), None)
+    return NarrowWeights([layer], [bucket], torch.bfloat16), bucket
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_one_kernel_for_all_experts_makes_what_each_makes_by_itself(monkeypatch, gated):
+    """Outputs and gradients, an expert without tokens among them; two micro-batches in two steps, between which weights
+    change."""
+    batches = torch.randn(2, 13, 32, generator=torch.Generator().manual_seed(1))
+    found = []
+    for kernel in (False, True):
+        monkeypatch.setattr("runners.engine.experts.has_kernel", lambda device, dtype, k=kernel: k)
+        layer = experts() if gated else experts_of(replace(MODEL, gated_mlp=False))
+        narrow, bucket = in_bf16(layer)
+        assert bool(layer.stacked) == kernel
+        rows = []
+        for _ in range(2):
+            with narrow.in_place():
+                outs = []
+                for batch in batches:
+                    x = batch.clone().requires_grad_()
+                    with torch.autocast("cpu", dtype=torch.bfloat16):
+                        outs.append((x, layer._run(x, torch.tensor([5, 0, 7, 1]))))
+                for x, out in outs:
+                    out.float().square().sum().backward()
+                    rows += [out.detach().float(), x.grad]
+            rows.append(bucket.vector.clone())
+            with torch.no_grad():
+                bucket.weights.mul_(0.5)
+                bucket.vector.zero_()
+        found.append(rows)
+    for alone, together in zip(*found, strict=True):
+        assert alone.any()
+        torch.testing.assert_close(together, alone, rtol=0.02, atol=0.02 * float(alone.abs().max()))
+
+
+def test_experts_that_the_kernel_cannot_take_run_one_after_another(monkeypatch):
+    """Biases, widths that are no whole number of 16 bytes, slices of a group; no rows; where there is no kernel."""
+    device, bf16 = torch.device("cpu"), torch.bfloat16
+    assert not has_kernel(device, bf16)
+    monkeypatch.setattr("runners.engine.experts.has_kernel", lambda *of: True)
+    plain = experts()
+    others = [experts_of(replace(MODEL, linear_bias=True)), experts_of(replace(MODEL, expert_ffn_size=20)), experts()]
+    for expert in others[-1].experts.values():
+        expert.tp = Parts()
+    assert plain.may_run_at_once(device, bf16)
+    assert not any(layer.may_run_at_once(device, bf16) for layer in others)
+    in_bf16(plain)
+    in_bf16(others[0])
+    assert sorted(plain.stacked) == ["down", "gate", "up"] and not others[0].stacked
+    assert len(plain._run(torch.randn(0, 32), torch.zeros(4, dtype=torch.int64))) == 0
 
 
 def test_the_balance_loss_enters_gradients_by_its_weight_and_the_scale():

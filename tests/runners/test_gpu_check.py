@@ -14,6 +14,7 @@ from benchmarks.gpu_check import (
     bench,
     cluster_file,
     configuration,
+    experts_at_once,
     host,
     main,
     masked_attention,
@@ -60,6 +61,12 @@ def test_hosts_launch_what_the_engine_runs(monkeypatch):
     for gated in (False, True):
         for part in ("forward_s", "backward_s"):
             assert rows[gated, 32][part] > 2 * rows[gated, 8][part] > 2 * rows[gated, 0][part] > 20
+
+
+def test_experts_at_once_are_held_against_one_after_another():
+    """Outputs and gradients of both, and how long either takes."""
+    [row] = experts_at_once("cpu", quick=True)
+    assert row["in_one_kernel"] and row["apart"] < 0.02 and row["alone_s"] > 0 and row["at_once_s"] > 0
 
 
 def test_masks_are_measured():

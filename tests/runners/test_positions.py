@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from polygon.domain.block import RotaryScaling
-from runners.engine.positions import frequencies, rotate
+from runners.engine.positions import Turns, frequencies, rotate
 
 LLAMA3 = RotaryScaling(kind="llama3", factor=4.0, low_frequency=1.0, high_frequency=4.0, original_tokens=16)
 YARN = RotaryScaling(kind="yarn", factor=4.0, original_tokens=64, fast=8.0, slow=2.0, rounded=False)
+
+
+def turned(x, base=10000.0, scaling=None, positions=None):
+    """Queries or keys turned by positions, which are 0, 1, 2, ... where none are given."""
+    return rotate(x, *Turns(base, scaling).of(x, positions))
 
 
 def found(scaling, half=4, base=16.0):
@@ -70,11 +75,11 @@ def test_yarns_ramp_has_ends():
 def test_halves_of_a_head_make_the_pairs():
     """Numbers (1, 2, 3, 4, 5) of the token at place 1: 1 with 3, 2 with 4; the odd one is left."""
     x = torch.tensor([[[[9.0, 9, 9, 9, 9], [1, 2, 3, 4, 5]]]])
-    turned = rotate(x, base=4.0)
-    assert turned[0, 0, 0].tolist() == [9, 9, 9, 9, 9]
+    plain = turned(x, base=4.0)
+    assert plain[0, 0, 0].tolist() == [9, 9, 9, 9, 9]
     (c, s), (d, t) = (math.cos(1), math.sin(1)), (math.cos(0.5), math.sin(0.5))
-    assert turned[0, 0, 1].tolist() == pytest.approx([c - 3 * s, 2 * d - 4 * t, 3 * c + s, 4 * d + 2 * t, 5])
-    placed = rotate(x, base=4.0, positions=torch.tensor([[1, 0]]))
+    assert plain[0, 0, 1].tolist() == pytest.approx([c - 3 * s, 2 * d - 4 * t, 3 * c + s, 4 * d + 2 * t, 5])
+    placed = turned(x, base=4.0, positions=torch.tensor([[1, 0]]))
     assert placed[0, 0, 1].tolist() == [1, 2, 3, 4, 5]
     assert placed[0, 0, 0, 0].item() == pytest.approx(9 * c - 9 * s)
 
@@ -82,16 +87,30 @@ def test_halves_of_a_head_make_the_pairs():
 def test_every_sequence_of_a_batch_has_its_positions():
     """Two sequences, two heads: all heads of one turn alike."""
     x = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(0))
-    both = rotate(x, positions=torch.tensor([[0, 1, 2], [5, 6, 7]]))
-    torch.testing.assert_close(both[:1], rotate(x[:1]))
+    both = turned(x, positions=torch.tensor([[0, 1, 2], [5, 6, 7]]))
+    torch.testing.assert_close(both[:1], turned(x[:1]))
     long = torch.cat([torch.zeros(1, 2, 5, 4), x[1:]], dim=2)
-    torch.testing.assert_close(both[1:], rotate(long)[:, :, 5:])
-    assert rotate(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(both[1:], turned(long)[:, :, 5:])
+    assert turned(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_yarn_makes_queries_and_keys_longer():
     """By its factor, whatever their place."""
     x = torch.randn(1, 1, 3, 8, generator=torch.Generator().manual_seed(0))
-    longer = rotate(x, scaling=replace(YARN, attention_factor=1.5))
-    torch.testing.assert_close(longer, 1.5 * rotate(x, scaling=YARN))
+    longer = turned(x, scaling=replace(YARN, attention_factor=1.5))
+    torch.testing.assert_close(longer, 1.5 * turned(x, scaling=YARN))
     torch.testing.assert_close(longer.norm(dim=-1), 1.5 * x.norm(dim=-1))
+
+
+def test_turns_are_made_once_for_all_that_ask_for_the_same():
+    """Queries and keys, block after block; other lengths, formats and places get their own."""
+    x = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0))
+    turns = Turns()
+    first = turns.of(x)
+    assert turns.of(x[:, :1])[0] is first[0]
+    longer = torch.cat([x, x], dim=2)
+    torch.testing.assert_close(turns.of(longer)[0][:3], first[0])
+    assert turns.of(x.bfloat16())[0].dtype == torch.bfloat16
+    places = torch.tensor([[2, 0, 1]])
+    torch.testing.assert_close(turns.of(x, places)[1][0, 0, 1:], first[1][:2])
+    torch.testing.assert_close(turns.of(x, places + 1)[1][0, 0, 1], first[1][1])
