@@ -37,6 +37,8 @@ class Way:
     """Whether keys and values of the cp ranks pass round a ring."""
     whole_experts: bool = False
     """Whether the tp ranks have whole experts of their own, and each routes its part of the tokens."""
+    grouped_experts: bool = False
+    """Whether experts are one product, whose weights get their gradients at a time."""
     norms_in_32_bits: bool = False
     """Autocast's way: norms cast what comes to 32 bits and keep that. The engine's do not, nor those of 16-bit weights
     (DeepSpeed)."""
@@ -140,6 +142,9 @@ def autograd_memory(model: Model, batch: Batch, way: Way) -> LayerMemory:
         block = model.block(layer)
         of_block = found.get(block) or found.setdefault(block, _block(block, way, e))
         kept[layer], passing[layer] = tokens * of_block[0], tokens * of_block[1]
+        if way.grouped_experts and block.experts and not block.linear_bias:
+            here = block.experts / way.ep / (way.tp if way.whole_experts else 1)
+            passing[layer] += e * here * block.expert_ffn_size * block.hidden_size
         if way.recompute == "full":
             kept[layer] = tokens * model.hidden_size * (SUM_BYTES if way.sums_in_32_bits else e) / way.shard
             passing[layer] += tokens * of_block[0]

@@ -19,15 +19,15 @@ from polygon.domain.errors import fault, one_of, require
 from polygon.domain.message import Message
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Problem
-from polygon.domain.runtime import Runtime
+from polygon.domain.runtime import POLYGON, Runtime
 
 ALONE_ERROR = 0.1
 """What is allowed beside the error of single blocks for blocks of a real step, as for profiles
 (`polygon.cost.profiles.PROFILE_ERROR`)."""
 WITHIN_90 = 1.645
 """Standard deviations that hold 90 % of a normal distribution, on both sides."""
-EAGER = Runtime(fused=False, fused_accumulation=False)
-"""How the blocks of a bench are computed."""
+EAGER = Runtime(fused=False, fused_accumulation=False, host_forward_factor=POLYGON.host_forward_factor)
+"""How the blocks of a bench are computed: by our engine."""
 HOST_BOUND = 1.5
 """Seconds of a block over those that its launches take, below which the host may be what one waits for."""
 LEAST_PRODUCTS = 6
@@ -247,7 +247,8 @@ def fitted(device: Device, bench: DeviceBench, precision: str) -> MeasuredEffici
         values["vector_gemm"] = values.pop("gemm")
     host = _smallest(bench, used)
     if host is not None:
-        values |= {"host_forward_s": host.forward_s, "host_backward_s": host.backward_s}
+        forward_s = host.forward_s / EAGER.host_forward_factor
+        values |= {"host_forward_s": forward_s, "host_backward_s": host.backward_s}
     found = MeasuredEfficiency(
         **values,
         basis="bench",

@@ -72,6 +72,12 @@ LOOPED_EXPERT_HOST_PART = {True: (5 / 24, 16 / 70), False: (3 / 24, 15 / 70)}
 block, by whether the expert has a gate. Forward: products, activation and gate. Backward: two products for each and
 what goes with it (the gradient cast to 32 bits and added, sums of biases), of the 70 kernels of the engine's block of
 GPT (counted on an H100, instances/measured/gpu_check_h100.json, where `host` has what they took)."""
+LOOPED_ROUTING_HOST_PART = (1.2, 0.34)
+"""The same for routing as the engine does it, be its experts looped or grouped: 0.8 to 1.6 and 0.4 to 0.6 ms (`host` of
+both files of an H100, what is left at no experts of the difference to a block without)."""
+GROUPED_EXPERT_HOST_PART = 3 / 70
+"""The same in backward for each expert of those that the engine runs as one product: the gradients of three weights,
+added to those there are."""
 CHECKPOINT_HOST_PART = 0.32
 """What a checkpoint costs the host beyond a second forward, over what it needs for both passes: random states kept and
 put back, a graph within a graph (0.31 to 0.34 by `python -m benchmarks.host_launches`)."""
@@ -146,17 +152,26 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
 
     # An accelerator waits where the host launches more slowly than it computes; beyond that the host costs nothing.
     hosted = 1.0 if split.hosted and runtime.graphs != "step" else 0.0
-    eager_f = hosted * chip.efficiency.host_forward_s * runtime.host_forward_factor
-    eager_b = hosted * chip.efficiency.host_backward_s
+    usual_f, eager_b = hosted * chip.efficiency.host_forward_s, hosted * chip.efficiency.host_backward_s
+    eager_f = usual_f * runtime.host_forward_factor
     host_f, host_b = HOST_PART[runtime.fused] * eager_f, HOST_PART[runtime.fused] * eager_b
-    loop_f = loop_b = 0.0
+    loop_f = loop_b = asked_f = 0.0
+    here = block.experts // split.experts.members
     looped = block.experts > 0 and runtime.looped_experts
     if looped:
-        host_f += ROUTING_HOST_PART[runtime.graphs] * eager_f
-        host_b += ROUTING_HOST_PART[runtime.graphs] * eager_b
-        each_f, each_b = LOOPED_EXPERT_HOST_PART[block.gated_mlp]
-        here = block.experts // split.experts.members
-        loop_f, loop_b = here * each_f * eager_f, here * each_b * eager_b
+        routing_f, routing_b = LOOPED_ROUTING_HOST_PART[0] * usual_f, LOOPED_ROUTING_HOST_PART[1] * eager_b
+        host_b += routing_b
+        whole = split.tp == 1 or split.whole_experts
+        if runtime.grouped_experts and chip.grouped and whole and not block.linear_bias:
+            host_b += here * GROUPED_EXPERT_HOST_PART * eager_b
+            if split.experts.members > 1:
+                asked_f = routing_f  # the host waits for how many rows come from others
+            else:
+                host_f += routing_f
+        else:
+            host_f += routing_f
+            each_f, each_b = LOOPED_EXPERT_HOST_PART[block.gated_mlp]
+            loop_f, loop_b = here * each_f * usual_f, here * each_b * eager_b
 
     def idle_s(slower: float) -> tuple[float, float]:
         """What the accelerator waits for a host that needs so many times as long, forward and backward."""
@@ -170,7 +185,7 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
     slower_f, slower_b = idle_s(1 + HOST_ERROR)
     longer_f, longer_b = slower_f - idle_f, slower_b - idle_b
     slack_f = max(0.0, forward - host_f - loop_f)
-    forward, backward = forward + idle_f, backward + idle_b
+    forward, backward = forward + idle_f + asked_f, backward + idle_b
     if block.experts and not looped:
         # The host learns from the device how many rows each expert gets before it can launch the experts, so what it
         # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and

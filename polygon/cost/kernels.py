@@ -145,6 +145,11 @@ FlashAttention-2 on Blackwell is as measured on B200, without a mask, heads of 6
 flash-attention issue 1589: 307 to 381 and 281 to 334 TFLOP/s); Triton's first to it as on Hopper."""
 
 
+GROUPED_PRODUCTS = ("hopper", "blackwell")
+"""Architectures for which torch has one kernel for products of several weights, in bf16 (`grouped_mm`, aten/src/ATen/
+native/cuda/GroupedBlas.cpp, torch 2.13; elsewhere a loop)."""
+
+
 class Silicon(NamedTuple):
     """A device as the operator costs see it, in one precision; hashable."""
 
@@ -162,6 +167,8 @@ class Silicon(NamedTuple):
     """What is left of that when a dimension is no multiple of eight elements, so that matrix units stand idle."""
     peak_flops_16: float
     """Of 16-bit formats, in which attention is computed when the linear layers use 8 bits."""
+    grouped: bool = False
+    """Whether torch has one kernel for products of several weights."""
 
 
 def architecture_of(device: Device) -> str:
@@ -188,7 +195,13 @@ def efficiency_of(device: Device) -> Efficiency:
 
 @lru_cache(maxsize=256)
 def _silicon(
-    peak: float, peak_16: float, bytes_per_s: float, element_bytes: int, efficiency: Efficiency, vector_peak: float
+    peak: float,
+    peak_16: float,
+    bytes_per_s: float,
+    element_bytes: int,
+    efficiency: Efficiency,
+    vector_peak: float,
+    grouped: bool,
 ) -> Silicon:
     eight_bit = EIGHT_BIT_GEMM if element_bytes == 1 else 1.0
     # Where the peak of a precision is that of the vector units (fp32 without TF32), products never see matrix units.
@@ -207,6 +220,7 @@ def _silicon(
         gemm=gemm,
         unaligned=unaligned if efficiency.unaligned is None else efficiency.unaligned,
         peak_flops_16=min(peak, peak_16),
+        grouped=grouped,
     )
 
 
@@ -230,6 +244,7 @@ def silicon(device: Device, precision: str) -> Silicon:
         BYTES_PER_ELEMENT[precision],
         efficiency_of(device),
         device.flops["fp32"],
+        precision == "bf16" and architecture_of(device) in GROUPED_PRODUCTS,
     )
     if len(_seen) > 1000:
         _seen.clear()

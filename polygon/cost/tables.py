@@ -15,6 +15,7 @@ from polygon.cost.autograd_memory import Way, autograd_memory
 from polygon.cost.calibration import NONE, Calibration
 from polygon.cost.compute import LayerTimes, layer_times, orthogonal_s, update_s
 from polygon.cost.kept import Kept
+from polygon.cost.kernels import silicon
 from polygon.cost.memory import LayerMemory, MemoryBreakdown, layer_memory
 from polygon.cost.network import group_of, shared_link
 from polygon.cost.profiles import KindProfile, ModelProfile
@@ -327,6 +328,8 @@ class CostTables:
                     problem.model.experts, tp=tp, ep=ep, sequence_parallel=sequence_parallel
                 ),
                 compiled=runtime.fused,
+                grouped_experts=runtime.grouped_experts
+                and any(silicon(pool.device, problem.batch.precision).grouped for pool in pools),
                 fused_norms=not all(pool.device.name.startswith("cpu") for pool in pools),
             )
             return autograd_memory(problem.model, problem.batch, way)

@@ -155,6 +155,10 @@ class Runtime:
     looped_experts: bool = False
     """Whether experts are layers that run one after another, each with launches of its own, once the host knows how
     many rows each gets; else grouped products take all of them at once."""
+    grouped_experts: bool = False
+    """Whether looped experts run as one where torch has a kernel for it (`torch.nn.functional.grouped_mm`: bf16 on
+    Hopper and the Blackwell of data centers), without biases and not cut by tensor parallelism: the device alone knows
+    how many rows each gets, and the host waits for nothing but what other devices send."""
     narrow_dispatch: bool = False
     """Whether tokens go to experts in 8 bits where products are in 8 bits; they come back in full precision."""
     ep_overlap: bool = False
@@ -273,8 +277,11 @@ POLYGON = Runtime(
     autograd=True,
     loss="torch",
     fused_accumulation=False,
+    norms="fused",
     update="apart",
+    host_forward_factor=0.57,
     looped_experts=True,
+    grouped_experts=True,
     casts="apart",
     cached_casts=True,
     windows_in_blocks=True,
@@ -296,7 +303,11 @@ POLYGON = Runtime(
         "loss": "torch's cross_entropy in fp32, runners/engine/layers.py",
         "fused_accumulation": "autograd adds to .grad, runners/engine/gradients.py",
         "update": "AdamW(fused=True) on flat vectors, runners/engine/optimizers.py, runners/engine/update.py",
+        "norms": "one kernel in the numbers' own format, runners/engine/layers.py",
+        "host_forward_factor": "0.61 and 0.75 ms for the forward of GPT's block on the hosts of two H100, "
+        "instances/measured/gpu_check_h100.json and gpu_check_h100_second.json",
         "looped_experts": "runners/engine/experts.py",
+        "grouped_experts": "runners/engine/experts.py",
         "casts": "runners/engine/float8.py",
         "cached_casts": "weights are cast once a step, runners/engine/float8.py",
         "windows_in_blocks": "runners/engine/windows.py",

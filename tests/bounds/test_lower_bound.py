@@ -224,9 +224,9 @@ def test_states_split_among_workers_are_known(blocks):
     assert step_times(plan, decoder.tables).step_s >= lower_bound(decoder.tables).seconds
 
 
-@pytest.mark.parametrize(("kind", "blocks"), [("stages", 48), ("interleaved", 6)])
+@pytest.mark.parametrize(("kind", "blocks"), [("stages", 56), ("interleaved", 6)])
 def test_a_shared_embedding_is_summed_where_its_stages_are(kind, blocks):
-    """From region to region where each is one device (of 48 blocks none holds all); else by two nodes of a region."""
+    """From region to region where each is one device (of 56 blocks none holds all); else by two nodes of a region."""
     model = small_gpt(blocks=blocks, hidden_size=2048, head_dim=128, ffn_size=8192)
     sums_s, least_s = [], []
     for nodes, tied in ((1, True), (1, False), (2, True)):
@@ -248,13 +248,14 @@ def test_no_plan_beats_the_bound_of_its_own_kind(seed, capsys):
 
 
 def test_a_budget_leaves_what_can_be_paid():
-    """Half of what equal devices cost an hour: twice the time at least; and no plan in budget is quicker."""
+    """Half of what equal devices cost an hour: twice the time, less what larger micro-batches save; no plan in budget
+    is quicker."""
     cluster = cluster_of([[("a100-40gb", 4, 2)]], inside=BUS, between=BUS)
     free = problem_of(cluster)
     usd = sum(pool.devices * pool.price_usd_per_hour for pool in cluster.pools)
     half = replace(free, constraints=Constraints(most_usd_per_hour=usd / 2))
     bound, tables = lower_bound(CostTables(free)), CostTables(half)
-    assert lower_bound(tables).parts["compute"] == pytest.approx(2 * bound.parts["compute"])
+    assert lower_bound(tables).parts["compute"] == pytest.approx(2 * bound.parts["compute"], rel=0.03)
     known = CostTables(free)
     assert lower_bound(known) == bound
     assert lower_bound(known.with_other_links(half)) == lower_bound(tables)
@@ -307,8 +308,8 @@ def test_no_stage_has_more_to_sum_than_the_bound_of_it_says(once):
 
 
 @pytest.mark.parametrize(
-    ("name", "least_s"), [("tiny-8-a10-two-zones", 4.25), ("tiny-6-three-labs", 0.47), ("small-32-budget", 3.4)]
+    ("name", "least_s"), [("tiny-8-a10-two-zones", 4.18), ("tiny-6-three-labs", 0.47), ("small-32-budget", 3.4)]
 )
 def test_interleaved_plans_hold_the_ends_of_the_model(name, least_s):
-    """In the groups that have them, as all lanes do: 4.08, 0.417 and 3.27 s were what others may do alike."""
+    """In the groups that have them, as all lanes do: less by 2, 12 and 4 % was what others may do alike."""
     assert lower_bound(CostTables(read_problem(NATIVE / f"{name}.yaml"))).seconds > least_s

@@ -1,8 +1,12 @@
 """What torch keeps of layers for their backward, counted by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from polygon.cost.autograd_memory import Way, _norm
+from polygon.cost.autograd_memory import Way, _norm, autograd_memory
+from polygon.domain.model import Batch
+from polygon.formats import catalogue
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,16 @@ from polygon.cost.autograd_memory import Way, _norm
 def test_a_norm_keeps_its_input_and_what_it_divided_by(way, rms, expected):
     """Bytes a token of 100 numbers."""
     assert _norm(100, Way(micro_batch=1, **way), 2, rms=rms) == expected
+
+
+def test_grouped_experts_get_the_gradients_of_one_matrix_at_a_time():
+    """All of a device's, in 16 bits; those of experts that run one after another never lie beside one another."""
+    mixtral, batch = catalogue.model("mixtral-8x7b"), Batch(global_batch=8, seq_len=64)
+
+    def passing_bytes(model, **way):
+        return autograd_memory(model, batch, Way(micro_batch=1, ep=2, **way)).transient_bytes[1]
+
+    more = passing_bytes(mixtral, grouped_experts=True) - passing_bytes(mixtral)
+    assert more == 2 * 4 * mixtral.hidden_size * mixtral.expert_ffn_size
+    biased = replace(mixtral, linear_bias=True)
+    assert passing_bytes(biased, grouped_experts=True) == passing_bytes(biased)

@@ -85,7 +85,8 @@ def bench_of(name: str, truth: MeasuredEfficiency, *, noise: float = 0.0, slower
         )
         for width, heads, length, size in sizes
     ]
-    host = replace(rows[0], forward_s=1e-4, backward_s=2e-4)
+    # What a bench measures of the host is that of the engine's block, which launches less than a usual one.
+    host = replace(rows[0], forward_s=1e-4 * bench_fit.EAGER.host_forward_factor, backward_s=2e-4)
     quick = replace(card, efficiency=replace(truth, host_forward_s=1e-4, host_backward_s=2e-4))
     ratios = np.exp(bench_fit.block_errors(quick, replace(bench, blocks=(host, *rows[1:])), precision))
     blocks = [
@@ -101,7 +102,7 @@ def test_the_fit_finds_the_coefficients_behind_exact_times(name):
     found = fitted(device(name), bench_of(name, TRUE), "bf16")
     for coefficient, value in TRUE.given.items():
         assert getattr(found, coefficient) == pytest.approx(value, rel=1e-3), coefficient
-    assert (found.host_forward_s, found.host_backward_s) == (1e-4, 2e-4)
+    assert (found.host_forward_s, found.host_backward_s) == (pytest.approx(1e-4), 2e-4)
     assert found.relative_error == pytest.approx(bench_fit.ALONE_ERROR, rel=1e-3)
 
 

@@ -662,6 +662,34 @@ def test_experts_one_after_another_wait_for_the_host_where_they_are_small():
         assert large == pytest.approx(grouped, rel=0.05) and large <= grouped
 
 
+def test_experts_run_as_one_where_torch_has_a_kernel_for_them():
+    """In bf16 on Hopper, without biases, whole: then a host adds three gradients an expert in backward, and waits for
+    other devices alone. Elsewhere they run one after another."""
+    link, mixtral = EIGHT_NODES.intra_node, catalogue.model("mixtral-8x7b")
+    small = replace(mixtral, hidden_size=1024, heads=8, kv_heads=8, ffn_size=3584, experts_per_token=2)
+
+    def seconds(experts: int, *, kernel: bool, ep: int = 1, **more: Any) -> tuple[float, float]:
+        name, precision = more.get("device", "h100-sxm"), more.get("precision", "bf16")
+        model = replace(small, experts=experts, expert_ffn_size=28672 // experts, linear_bias=more.get("bias", False))
+        runtime = Runtime(fused=False, looped_experts=True, grouped_experts=kernel)
+        batch = Batch(global_batch=8, seq_len=64, precision=precision)
+        times = layer_times(
+            model, batch, catalogue.device(name), link, micro_batch_size=1, ep=ep, tp=more.get("tp", 1), runtime=runtime
+        )
+        return float(times.forward_s[1]), float(times.backward_s[1])
+
+    host = EFFICIENCY["hopper"]
+    one_by_one, at_once = ([seconds(n, kernel=kernel) for n in (8, 32)] for kernel in (False, True))
+    assert one_by_one[1][0] - one_by_one[0][0] == pytest.approx(24 * 5 / 24 * host.host_forward_s, rel=0.1)
+    assert at_once[1][0] == pytest.approx(at_once[0][0])
+    assert at_once[1][1] - at_once[0][1] == pytest.approx(24 * 3 / 70 * host.host_backward_s, rel=0.01)
+    # What the host does for experts after it knows how many rows come is hidden behind nothing.
+    asked, alone = (seconds(8, kernel=True, ep=ep)[0] for ep in (2, 1))
+    assert asked >= alone
+    for elsewhere in ({"device": "a100-80gb"}, {"precision": "fp8"}, {"precision": "fp16"}, {"bias": True}, {"tp": 2}):
+        assert seconds(8, kernel=True, **elsewhere) == seconds(8, kernel=False, **elsewhere)
+
+
 def test_a_host_that_is_ahead_of_experts_is_so_of_the_rest_of_the_block():
     """Forward ends at the device's pace where experts take it longer than all launches do, though attention alone takes
     less than its own; an unknown host then widens nothing."""

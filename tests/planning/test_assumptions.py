@@ -48,7 +48,8 @@ def test_without_planning_anew_nothing_is_said_of_other_plans(on_one_node):
     cheap, whole = assumptions(problem, plan, tables), assumptions(problem, plan, tables, anew=True)
     assert all(it.anew is None for it in cheap) and all(it.anew is not None for it in whole)
     assert {it.name for it in cheap} <= {it.name for it in whole}
-    assert "not tried" in describe_assumptions(cheap)
+    both_nodes = uniform_plan(problem, ParallelConfig(dp=8, micro_batch_size=1, zero=1))
+    assert "not tried" in describe_assumptions(assumptions(problem, both_nodes, tables))
     assert "with another plan" in describe_assumptions(whole) and "not tried" not in describe_assumptions(whole)
 
 

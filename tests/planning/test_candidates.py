@@ -72,9 +72,9 @@ def test_under_a_hurdle_only_what_passes_it_gets_every_pace(decoder):
         step_s = decoder.step_times(decoder.decode(x, relax=False)).step_s
         for hurdle_s in (0.5 * step_s, 1.001 * step_s, 1.1 * step_s, 10 * step_s):
             found_s = decoder.step_times(decoder.decode(x, relax=False, hurdle_s=hurdle_s)).step_s
-            assert found_s >= step_s
-            assert found_s == step_s or found_s > hurdle_s
-        assert found_s == step_s
+            assert found_s >= step_s * (1 - 1e-12)
+            assert found_s == pytest.approx(step_s, rel=1e-12) or found_s > hurdle_s
+        assert found_s == pytest.approx(step_s, rel=1e-12)
 
 
 def test_the_best_three_of_every_structure_are_kept(decoder):
@@ -241,7 +241,7 @@ def test_nodes_pack_gradients_where_zero_has_nothing_to_divide_by_then():
 def test_packing_that_memory_is_short_for_gets_other_spans():
     """Settling a plan whose spans fill memory packs inside the region and shortens them: memory holds the plan."""
     cluster = cluster_of([[("v100-16gb", 8, 1)]], latency_s=1e-3, bytes_per_s=1e8)
-    model = small_gpt(blocks=20, hidden_size=2048, head_dim=128, ffn_size=8192)
+    model = small_gpt(blocks=19, hidden_size=2048, head_dim=128, ffn_size=8192)
     decoder = Decoder(Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024)))
     workers = np.array([[row.get(of, 0) for of in decoder.classes] for row in [{(0, 1): 4}, {(0, 1): 4}]])
     draft = decoder.decode(Allocation(workers=workers, micro_batch_size=1), relax=False)

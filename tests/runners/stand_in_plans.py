@@ -34,6 +34,11 @@ def uniform(model=DENSE, **config):
     return problem, uniform_plan(problem, config)
 
 
+def in_16_bits(problem, plan):
+    """The same plan, products and what passes between ranks in bf16."""
+    return replace(problem, batch=replace(problem.batch, precision="bf16")), plan
+
+
 def in_a_ring(problem, plan):
     """The same plan, keys and values passing round a ring."""
     return replace(problem, runtime=catalogue.runtime("polygon-ring")), plan
@@ -84,6 +89,12 @@ PLANS = {
     "uneven, ZeRO-3": lambda: split(8, zero=3, recompute="full"),
     "parameter servers": lambda: split(4, reduction="sharded-server"),
     "local steps": lambda: split(4, local_steps=2),
+    "data parallel in 16 bits": lambda: in_16_bits(*uniform(dp=2)),
+    "interleaved, two wide, ZeRO-2, in 16 bits": lambda: in_16_bits(*uniform(pp=2, dp=2, chunks=2, zero=2)),
+    "ZeRO-3, recomputed, pipeline, in 16 bits": lambda: in_16_bits(*uniform(pp=2, dp=2, zero=3, recompute="full")),
+    "tensor parallel, by tokens, in 16 bits": lambda: in_16_bits(*uniform(tp=2, dp=2, sequence_parallel=True)),
+    "expert parallel, ZeRO-2, in 16 bits": lambda: in_16_bits(*uniform(MOE, dp=2, ep=2, zero=2)),
+    "sums in two levels, in 16 bits": lambda: in_16_bits(*wide(2, 2)),
 }
 """By name, a function that makes problem and plan."""
 
@@ -121,6 +132,7 @@ def losses_on_cores(rank, port, problem, plan, options):
 def reference_of(name):
     """Ranks, problem and plan of the run on cores whose losses a plan's are to be: one process's where they can be."""
     problem, plan = made(name)
-    if "int8" in name or plan.local_steps > 1:
+    # Ranks that sum in 16 bits round otherwise than one: the same ranks on cores do as they do.
+    if "int8" in name or "16 bits" in name or plan.local_steps > 1:
         return plan.world_size, problem, plan
     return (1, *uniform(problem.model))

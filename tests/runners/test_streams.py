@@ -11,7 +11,7 @@ from tests.comm.stand_in import HangError, watched_ranks
 from tests.real_ranks import run_ranks
 from tests.runners.stand_in_plans import OPTIONS, losses_on_cores, losses_on_stand_in, made, reference_of
 
-FEW = ["interleaved, two wide, ZeRO-2", "ZeRO-3, uneven shares", "sums in two levels", "uneven, four ranks"]
+FEW = ["interleaved, two wide, ZeRO-2, in 16 bits", "ZeRO-3, uneven shares", "sums in two levels", "uneven, four ranks"]
 MANY_READS = 2 * OPTIONS.steps + 1
 """Once a step for what ranks agree on, and no more often however many micro-batches and layers there are."""
 
