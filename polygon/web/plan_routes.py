@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from asyncio import Queue, create_task
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -351,7 +350,7 @@ class WhatIf:
 
         try:
             whole = not read[0].get("more_body", False)
-            changes = Changes.model_validate(json.loads(read[0].get("body", b"") if whole else b""))
+            changes = Changes.model_validate(orjson.loads(read[0].get("body", b"") if whole else b""))
             found = await self.view(usual[1], changes, language, Request(scope, receive), bound)
         except (ValueError, RecursionError, InputError, HTTPException):
             await self.app(scope, again, send)

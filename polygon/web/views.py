@@ -14,7 +14,7 @@ import numpy as np
 
 from polygon.bounds.gap import bound_data, gap
 from polygon.cost.convergence import assumptions, packings_inside
-from polygon.cost.estimate import Estimate, LinkEstimate
+from polygon.cost.estimate import Estimate
 from polygon.cost.step_times import StepTimes
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
@@ -156,16 +156,16 @@ def _links(priced: PricedChange) -> list[dict[str, Any]]:
     cluster = priced.problem.cluster
     used = {(use.source, use.target): use for use in priced.estimate.links}
     latency_ms, gbps = (cluster.latency_s * 1e3).tolist(), (cluster.bytes_per_s * 8 / 1e9).tolist()
-    unused = LinkEstimate(source="", target="", activation_bytes=0.0, gradient_bytes=0.0, busy_fraction=0.0)
     rows = []
-    for (a, b), pair, fixed in _pairs(priced):
+    for (a, b), pair, unused in _pairs(priced):
         if gbps[a][b] > 0:
-            here = used.get(pair, unused)
-            rows.append(
-                {**fixed, "latency_ms": latency_ms[a][b], "bandwidth_gbps": gbps[a][b],
-                 "activation_bytes": here.activation_bytes, "gradient_bytes": here.gradient_bytes,
-                 "busy": here.busy_fraction}
-            )  # fmt: skip
+            row = unused.copy()  # and no new one: of ten regions there are ninety
+            row["latency_ms"], row["bandwidth_gbps"] = latency_ms[a][b], gbps[a][b]
+            if pair in used:
+                here = used[pair]
+                row["activation_bytes"], row["gradient_bytes"] = here.activation_bytes, here.gradient_bytes
+                row["busy"] = here.busy_fraction
+            rows.append(row)
     return rows
 
 
@@ -173,7 +173,7 @@ Pairs = list[tuple[tuple[int, int], tuple[str, str], dict[str, Any]]]
 
 
 def _pairs(priced: PricedChange) -> Pairs:
-    """Of every two regions their numbers, their names, and what is shown of their link whatever it can do."""
+    """Of every two regions their numbers, their names, and what is shown of their link where nothing goes over it."""
     cluster, plan = priced.problem.cluster, priced.plan
     links, known = priced.times.place.derived.get("pairs", (None, []))
     if links is plan.links:
@@ -183,7 +183,8 @@ def _pairs(priced: PricedChange) -> Pairs:
     for a, b in permutations(range(len(names)), 2):
         use, pair = plan.link_use(a, b), (names[a], names[b])
         shown = {"source": names[a], "target": names[b], "distance_km": km[a][b], "activations": use.activations,
-                 "weight_gradients": use.weight_gradients, "streams": use.streams}  # fmt: skip
+                 "weight_gradients": use.weight_gradients, "streams": use.streams, "latency_ms": 0.0,
+                 "bandwidth_gbps": 0.0, "activation_bytes": 0.0, "gradient_bytes": 0.0, "busy": 0.0}  # fmt: skip
         found.append(((a, b), pair, shown))
     priced.times.place.derived["pairs"] = plan.links, found
     return found
