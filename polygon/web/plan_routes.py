@@ -37,7 +37,7 @@ from polygon.web.guard import Receive, Scope, Send
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, numbered_name, plan_name
 from polygon.web.language import Asked, in_language, preferred
 from polygon.web.pricing import Pricing, Question, Tell
-from polygon.web.questions import Loaded, own_changes
+from polygon.web.questions import WORDED, Loaded, own_changes
 from polygon.web.questions import load as read_plan
 from polygon.web.same_plans import SamePlans
 from polygon.web.search_routes import JOB, RESPONSES, JobId, answer, as_bytes
@@ -144,8 +144,9 @@ class Asking:
 def question_of(
     plan: str, what: str, language: Asked, changes: Changes | None = None, **arguments: Any
 ) -> Question:  # fmt: skip
-    """What is asked, the same for all who ask the same."""
+    """What is asked, the same for all who ask the same: of what has no words, in whatever language."""
     own = NONE if changes is None else changes.model_dump_json(exclude_defaults=True)
+    language = language if what in WORDED else "en"
     return Question(plan=plan, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
 
 
