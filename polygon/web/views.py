@@ -183,6 +183,7 @@ def _pairs(priced: PricedChange) -> Pairs:
     for a, b in permutations(range(len(names)), 2):
         use, pair = plan.link_use(a, b), (names[a], names[b])
         shown = {"source": names[a], "target": names[b], "distance_km": km[a][b], "activations": use.activations,
+                 "activation_gradients": use.activation_gradients,
                  "weight_gradients": use.weight_gradients, "streams": use.streams, "latency_ms": 0.0,
                  "bandwidth_gbps": 0.0, "activation_bytes": 0.0, "gradient_bytes": 0.0, "busy": 0.0}  # fmt: skip
         found.append(((a, b), pair, shown))
