@@ -21,19 +21,13 @@ from polygon.cost.transfers import boundary_values
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.export.launch_hosts import used_nodes
+from polygon.formats.default_links import Place, km_between, place_of
 from polygon.messages.report import ROUNDED, layer_span, size
 from polygon.web.sliders import NO_CHANGE, Changes, PricedChange, price, timed
 
 Shown = TypeVar("Shown")
 
 SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
-
-
-def km_between(a: tuple[float, float], b: tuple[float, float]) -> float:
-    """Great-circle distance of two (latitude, longitude) on a sphere of 6371 km."""
-    (la, oa), (lb, ob) = (tuple(map(math.radians, point)) for point in (a, b))
-    h = math.sin((lb - la) / 2) ** 2 + math.cos(la) * math.cos(lb) * math.sin((ob - oa) / 2) ** 2
-    return 2 * 6371 * math.asin(min(1.0, math.sqrt(h)))
 
 
 UNBOUND: dict[str, object] = {"lower_bound_s": None, "lower_bounds_s": {}, "bound_by": "", "gap": None}
@@ -178,7 +172,7 @@ def _pairs(priced: PricedChange) -> Pairs:
     links, known = priced.times.place.derived.get("pairs", (None, []))
     if links is plan.links:
         return list(known)
-    km = _distances(tuple((region.latitude, region.longitude) for region in cluster.regions))
+    km = _distances(tuple(place_of(region) for region in cluster.regions))
     names, found = [region.name for region in cluster.regions], Pairs()
     for a, b in permutations(range(len(names)), 2):
         use, pair = plan.link_use(a, b), (names[a], names[b])
@@ -192,14 +186,9 @@ def _pairs(priced: PricedChange) -> Pairs:
 
 
 @lru_cache(maxsize=100)
-def _distances(places: tuple[tuple[float | None, float | None], ...]) -> list[list[float | None]]:
-    """Of every two regions by (latitude, longitude); None where one has no place."""
-    return [[_km(a, b) for b in places] for a in places]
-
-
-def _km(a: tuple[float | None, float | None], b: tuple[float | None, float | None]) -> float | None:
-    (la, oa), (lb, ob) = a, b
-    return None if la is None or oa is None or lb is None or ob is None else km_between((la, oa), (lb, ob))
+def _distances(places: tuple[Place | None, ...]) -> list[list[float | None]]:
+    """Of every two regions [km]; None where one has no place."""
+    return [[None if a is None or b is None else km_between(a, b) for b in places] for a in places]
 
 
 def _tensor_traffic(priced: PricedChange) -> float:

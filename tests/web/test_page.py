@@ -1586,12 +1586,12 @@ links: [{between: [virginia, frankfurt], latency_ms: 44, bandwidth_gbps: 5}]
 
 
 def test_links_that_a_file_leaves_out_are_filled_in_and_marked(fresh):
-    """Of regions with places that nothing joins, when a file is opened; what is typed there waits for a click. What the
-    file gives stays given, and without places the fault says what would help."""
+    """Of regions with places that nothing joins, when a file is opened and when it is typed. What the file gives stays
+    given, what it calls a default is one, and without places the fault says what would help."""
     fresh.locator("#fold-cluster").click()
     opened = {"name": "c.yaml", "mimeType": "", "buffer": UNLINKED.encode()}
     fresh.locator("#upload-cluster").set_input_files(opened)
-    expect(fresh.locator(".notice")).to_contain_text("4 links between regions filled in")
+    expect(fresh.locator(".notice")).to_contain_text("2 links between regions that nobody gave")
     fresh.locator("#tab-cluster").click()
     fresh.get_by_role("tab", name="virginia").click()
     rows = fresh.locator("table.edit tbody tr")
@@ -1599,15 +1599,42 @@ def test_links_that_a_file_leaves_out_are_filled_in_and_marked(fresh):
     expect(rows.filter(has_text="tokyo").locator(".mark")).to_have_text(["default", "default"])
     yaml = fresh.locator("#yaml")
     yaml.fill(UNLINKED.replace("virginia, frankfurt", "virginia, tokyo"))
-    fresh.locator("#yaml-fill").click()
-    expect(fresh.locator("#yaml-error")).to_have_count(0)
     expect(rows.filter(has_text="tokyo").locator(".mark")).to_have_count(0)
     expect(rows.filter(has_text="frankfurt").locator(".mark")).to_have_text(["default", "default"])
     fresh.locator("#upload-cluster").set_input_files(
         opened | {"buffer": UNLINKED.replace("longitude: 140, ", "").encode()}
     )
-    expect(fresh.get_by_role("alert")).to_contain_text("latitude and longitude of every region")
+    expect(fresh.get_by_role("alert")).to_contain_text("every region has latitude and longitude")
     expect(fresh.locator(".notice.on")).to_have_count(0)  # once it was there long enough to be read
+
+
+def test_a_region_has_links_once_it_has_a_place(fresh, server):
+    """Without one nothing is made up, here as in files; what is filled in is a default in the file, in what a search is
+    asked for and beside the plan, until somebody gives it."""
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#by-hand").click()
+    fresh.locator("[data-path=place]").select_option("Tokyo")
+    fresh.locator("#add-region").click()
+    expect(fresh.locator("#cluster-error")).to_contain_text("no links between tokyo and region-2")
+    fill(fresh, "cluster.regions[1].latitude", "39")
+    fill(fresh, "cluster.regions[1].longitude", "-77")
+    expect(fresh.locator("#cluster-error")).to_have_count(0)
+    expect(fresh.locator("table.edit .mark")).to_have_text(["default", "default"])
+    expect(fresh.locator("#yaml")).to_have_value(re.compile(re.escape("defaults: [tokyo - region-2]")))
+    fresh.reload()
+    expect(fresh.locator("table.edit .mark")).to_have_text(["default", "default"])
+    ask_little(fresh)
+    fresh.locator("#calculate").click()
+    fresh.locator("[data-card=step]").wait_for()
+    asked = server.request("GET", f"/api/v1/jobs/{re.search('plan=([^&]+)', fresh.url)[1]}/request")[2]
+    assert asked["problem"]["cluster"]["defaults"] == ["tokyo - region-2"]
+    fresh.locator("#drawer-assumed").click()
+    told = fresh.locator("#assumed-links li, #assumed-between li").filter(has_text="tokyo").filter(has_text="region-2")
+    expect(told.locator(".mark")).to_have_text(["default"])
+    fresh.locator("#tab-cluster").click()
+    fill(fresh, "cluster.latency_ms[1][0]", "70")
+    expect(fresh.locator("#yaml")).not_to_have_value(re.compile("defaults"))
+    expect(fresh.locator("table.edit .mark")).to_have_text(["default"])
 
 
 def test_a_front_opens_its_plans(fresh, server):

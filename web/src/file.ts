@@ -1,7 +1,7 @@
 // The cluster's file as somebody types it: read by the server, it becomes the draft's cluster.
 
 import { post } from "./api";
-import { clusterByHand, draft, edit, late, takeCluster, unread, type Draft } from "./draft";
+import { clusterByHand, draft, edit, late, unread } from "./draft";
 
 const RESTED_MS = 350;
 let timer = 0;
@@ -13,17 +13,16 @@ export function typed(text: string): void {
   unread.value = { text, fault: unread.value?.fault ?? "" };
   timer = window.setTimeout(() => void readFile(), RESTED_MS);
 }
-/** Have what was typed read now, what it leaves out of links filled in by `fill` (which is told the fault); whether
-    nothing is left that is not in the draft. */
-export async function readFile(fill?: (d: Draft, fault: string) => void): Promise<boolean> {
+/** Have what was typed read now; whether nothing is left that is not in the draft. */
+export async function readFile(): Promise<boolean> {
   forget();
   const now = unread.value;
   if (!now) return true;
   const { signal: gone } = (asked = new AbortController());
   try {
-    const cluster = await post("/read", { kind: "cluster", text: now.text, name: draft.value.cluster.name || "cluster", unlinked: fill !== undefined }, gone);
+    const cluster = await post("/read", { kind: "cluster", text: now.text, name: draft.value.cluster.name || "cluster" }, gone);
     if (gone.aborted || unread.value !== now) return unread.value === null; // another cluster was chosen meanwhile
-    late(() => edit((d) => { takeCluster(d, cluster); fill?.(d, now.fault); }, "file"));
+    late(() => edit((d) => { d.cluster = cluster; }, "file"));
     unread.value = null;
   } catch (error) {
     if (!gone.aborted && unread.value === now) unread.value = { text: now.text, fault: (error as Error).message };
