@@ -284,7 +284,7 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
   };
   const suggest = (): void => edit((d) => { for (let j = 0; j < n; j++) if (j !== r) for (const [a, b] of [[r, j], [j, r]]) guessLatency(d, a, b); });
   return (
-    <Section title={t("linksOf", { name: c.regions[r].name })} tools={<button type="button" class="small" onClick={suggest}>{t("suggest")}</button>}>
+    <Section title={t("linksOf", { name: c.regions[r].name || t("region") })} tools={<button type="button" class="small" onClick={suggest}>{t("suggest")}</button>}>
       <div class="scroll" tabIndex={0} role="group" aria-label={t("links")}><table class="edit">
         <thead><tr><th scope="col">{t("to")}</th><th scope="col">{t("latencyOneWay")}</th><th scope="col" class="number">{t("roundTrip")}</th><th scope="col">{t("rate")}</th><th scope="col">{t("capacity")}</th><th scope="col">{t("ways")}</th></tr></thead>
         <tbody>{c.regions.flatMap((_: Data, j: number) => {
