@@ -1801,6 +1801,7 @@ def test_the_heat_map_of_many_regions_names_those_that_send(page, server, wide_p
 def test_of_a_history_that_the_browser_cannot_keep_the_newest_steps_stay(fresh):
     """Its quota nearly used up, a reload loses steps long ago, not the last."""
     fresh.locator("#fold-model").click()
+    fresh.wait_for_function("() => sessionStorage.getItem('polygon-draft')")
     fresh.evaluate(
         """() => {
       const draft = JSON.stringify(JSON.parse(sessionStorage.getItem("polygon-draft")).draft);
