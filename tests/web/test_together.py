@@ -75,4 +75,4 @@ def test_a_connection_stays_for_many_answers(server, plan_id):
             steps.append(json.loads(answers.read(length))["estimate"]["step_s"])
         assert len(set(steps)) == 1
         connection.sendall(last)
-        assert answers.read().endswith(b"[]")
+        assert answers.read().endswith(b"]")
