@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         import uvicorn
 
         from polygon.web.app import LOOPBACK, Settings, create_app
+        from polygon.web.together import TogetherProtocol
     except ImportError as error:
         raise InputError(
             f"serve: found no {error.name}, expected it installed (pip install 'polygon-train[web]')"
@@ -67,8 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     )
     config = uvicorn.Config(
-        app, host=args.host, port=args.port, log_level="warning", server_header=False, timeout_graceful_shutdown=2
-    )
+        app, host=args.host, port=args.port, http=TogetherProtocol, log_level="warning", server_header=False,
+        timeout_graceful_shutdown=2,
+    )  # fmt: skip
 
     class Server(uvicorn.Server):
         """Says where it listens once it does."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 
@@ -153,6 +154,11 @@ class Pool:
         return (device - self.first_device) // self.devices_per_node
 
 
+def link_between(a: str, b: str) -> str:
+    """What `Cluster.defaults` calls the links between two regions, of which the first stands first in the cluster."""
+    return f"{a} - {b}"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cluster:
     """Regions and the links between them.
@@ -171,8 +177,9 @@ class Cluster:
     stages : int or None
         Pipeline stages that the owner of the cluster asks for; None leaves the choice to the planner.
     defaults : tuple of str
-        Links that the owner did not give, as ``REGION.intra_region``, ``REGION.nodes[I].intra_node`` or
-        ``REGION.nodes[I].inter_node``: what stands there is assumed.
+        Links that the owner did not give, as ``REGION.intra_region``, ``REGION.nodes[I].intra_node``,
+        ``REGION.nodes[I].inter_node`` or ``REGION - REGION`` (both ways, see `link_between`): what stands there is
+        assumed.
     """
 
     name: str
@@ -236,6 +243,13 @@ class Cluster:
         other = replace(self, latency_s=latency_s, bytes_per_s=bytes_per_s)
         vars(other)["pools"] = self.pools
         return other
+
+    @cached_property
+    def default_pairs(self) -> dict[str, tuple[int, int]]:
+        """Regions, by number, of the links between them that nobody gave, by what `defaults` calls these."""
+        names, said = [region.name for region in self.regions], set(self.defaults)
+        pairs = combinations(range(len(names)), 2) if any(" - " in name for name in said) else ()
+        return {name: (a, b) for a, b in pairs if (name := link_between(names[a], names[b])) in said}
 
     @cached_property
     def devices(self) -> int:

@@ -112,7 +112,8 @@ def say(message: Message | str, language: Language = "en") -> str:
 
     Templates are those of `str.format` with named places. Messages in a place are said in the same language, tuples
     are joined by what follows the colon (a comma if nothing does), ``{n_bytes:memory}`` stands for bytes in MiB, GiB or
-    TiB, ``{n:stage|stages}`` for a number and its noun, and ``{word:phrase}`` for its `phrases`.
+    TiB, ``{n_bytes:traffic}`` for bytes in kB, MB, GB, TB or PB, ``{n:stage|stages}`` for a number and its noun, and
+    ``{word:phrase}`` for its `phrases`.
     """
     if isinstance(message, str):
         return message
@@ -126,8 +127,10 @@ def say(message: Message | str, language: Language = "en") -> str:
     return "".join(said)
 
 
-MEMORY_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
+MEMORY_UNITS = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20))
 """Of memory, largest first."""
+TRAFFIC_UNITS = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+"""Of what is sent, largest first."""
 
 
 @cache
@@ -144,7 +147,7 @@ class _Words(Formatter):
         self._language = language
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        if type(value) is float and format_spec != "memory" and "|" not in format_spec:
+        if type(value) is float and format_spec not in ("memory", "traffic") and "|" not in format_spec:
             return format(value, format_spec)
         if isinstance(value, Message):
             return say(value, self._language)
@@ -153,6 +156,9 @@ class _Words(Formatter):
         if format_spec == "memory":
             unit, scale = next(((u, s) for u, s in MEMORY_UNITS if value >= s), MEMORY_UNITS[-1])
             return f"{value / scale:.1f} {unit}"
+        if format_spec == "traffic":
+            unit, scale = next(((u, s) for u, s in TRAFFIC_UNITS if value >= s), TRAFFIC_UNITS[-1])
+            return f"{value / scale:.4g} {unit}"
         if format_spec == "phrase":
             return str(value) if self._language == "en" else words()["phrases"].get(value, str(value))
         if "|" in format_spec:

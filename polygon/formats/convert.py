@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
+from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region, link_between
 from polygon.domain.errors import fault, located, require
 from polygon.domain.message import Message
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Constraints, Problem, StageRule
 from polygon.domain.runtime import Runtime
-from polygon.formats import catalogue
+from polygon.formats import catalogue, default_links
 from polygon.formats.catalogue import GB, GBPS, GIB, MS, TFLOP
 from polygon.formats.schema import MOST_GBPS, ClusterSpec, LinkSpec, NodeSpec, ProblemSpec, RegionSpec
 
@@ -32,8 +32,8 @@ MOST_DEVICES, MOST_REGIONS = 10**7, 1000
 # Clusters
 
 
-def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster", *, unlinked: bool = False) -> Cluster:
-    """The cluster that a file describes; `unlinked` is one that nobody plans for, in which links may be missing.
+def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Cluster:
+    """The cluster that a file describes; what it does not say of links has defaults (`Cluster.defaults`).
 
     Raises
     ------
@@ -58,9 +58,10 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster", *, unlin
     used: dict[str, Device] = {}
     assumed: list[str] = []
     regions = tuple(_region(region, f"regions[{i}]", spec, own, used, assumed) for i, region in enumerate(spec.regions))
-    latency_s, bytes_per_s, capacity = _matrices(spec, names)
-    if not unlinked:
-        _check_connected(names, bytes_per_s)
+    latency_s, bytes_per_s, capacity, said = _matrices(spec, names)
+    filled = default_links.fill(regions, latency_s, bytes_per_s, said)
+    assumed += [link_between(names[a], names[b]) for a, b in filled]
+    _check_connected(names, bytes_per_s)
     devices = sum(group.devices for region in regions for group in region.node_groups)
     require(
         devices <= MOST_DEVICES,
@@ -148,12 +149,14 @@ def _link(spec: LinkSpec | None, where: str, default: Callable[[], Link]) -> Lin
         return catalogue.link_from_spec(spec)
 
 
-def _matrices(spec: ClusterSpec, names: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Latency [s], bandwidth and capacity [bytes/s] between regions, from matrices and then from single links."""
+def _matrices(spec: ClusterSpec, names: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Latency [s], bandwidth and capacity [bytes/s] between regions, from matrices and then from single links; and of
+    which directions the file says something."""
     n = len(names)
     latency_ms = _matrix(spec.latency_ms, "latency_ms", n, math.nan)
     gbps = _matrix(spec.bandwidth_gbps, "bandwidth_gbps", n, 0.0)
     capacity_gbps = _matrix(spec.capacity_gbps, "capacity_gbps", n, math.inf)
+    said = ~np.isnan(_matrix(spec.bandwidth_gbps, "bandwidth_gbps", n, math.nan))
     given: set[tuple[int, int]] = set()
     for k, link in enumerate(spec.links):
         ends = link.between or [str(link.from_region), str(link.to_region)]
@@ -169,6 +172,7 @@ def _matrices(spec: ClusterSpec, names: list[str]) -> tuple[np.ndarray, np.ndarr
                 "a pair that no earlier link gives",
             )
             given.add(pair)
+            said[pair] = True
             latency_ms[pair], gbps[pair] = link.latency_ms, link.bandwidth_gbps
             capacity_gbps[pair] = math.inf if link.capacity_gbps is None else link.capacity_gbps
     missing = np.isnan(latency_ms) & (gbps > 0) & ~np.eye(n, dtype=bool)
@@ -178,21 +182,13 @@ def _matrices(spec: ClusterSpec, names: list[str]) -> tuple[np.ndarray, np.ndarr
     latency_ms[np.isnan(latency_ms)] = 0.0
     below = Message("expected.number_below", limit=MOST_GBPS)
     require(bool((gbps < MOST_GBPS).all()), "bandwidth_gbps", float(gbps.max()), below)
-    return latency_ms / MS, gbps * GBPS, capacity_gbps * GBPS
+    return latency_ms / MS, gbps * GBPS, capacity_gbps * GBPS, said
 
 
 def _check_connected(names: list[str], bytes_per_s: np.ndarray) -> None:
     """Require a way between any two regions over links that exist in both directions."""
-    both_ways = (bytes_per_s > 0) & (bytes_per_s.T > 0)
-    reached = {0}
-    frontier = [0]
-    while frontier:
-        fresh = set(np.flatnonzero(both_ways[frontier.pop()]).tolist()) - reached
-        reached |= fresh
-        frontier += fresh
-    for r, name in enumerate(names):
-        found = Message("found.no_links", a=names[0], b=name)
-        require(r in reached, "links", found, "all regions connected, both ways")
+    for name, part in zip(names, default_links.parts(bytes_per_s).tolist(), strict=True):
+        require(part == 0, "links", Message("found.no_links", a=names[0], b=name), Message("expected.connected"))
 
 
 def _matrix(rows: list[list[float | None]] | None, where: str, n: int, missing: float) -> np.ndarray:

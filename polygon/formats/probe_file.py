@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from polygon.domain.cluster import Cluster, Link, Region
+from polygon.domain.cluster import Cluster, Link, Region, link_between
 from polygon.domain.errors import fault
 from polygon.domain.message import Message
 
@@ -56,6 +56,7 @@ def measured_cluster(cluster: Cluster, report: Mapping[str, Any]) -> Cluster:
             regions[a] = _with_inner_link(regions[a], Link(latency_s=one_way_s, bytes_per_s=rate))
             known |= set(_inner_names(regions[a]))
             continue
+        known.add(link_between(*sorted((source, target), key=cluster.region_index)))
         latency_s[a, b], bytes_per_s[a, b] = one_way_s, rate
         if (target, source) not in measured and bytes_per_s[b, a] == 0:
             latency_s[b, a], bytes_per_s[b, a] = one_way_s, rate

@@ -30,9 +30,8 @@ def parse_cluster(text: str, most_values: int = MOST_VALUES) -> Any:
     return foreign.hostfile_cluster(text) if foreign.is_hostfile(text) else parse(text, most_values)
 
 
-def cluster_from_text(text: str, name: str, most_values: int = MOST_VALUES, *, unlinked: bool = False) -> Cluster:
-    """The cluster that a text describes; `name` is what it is called if it does not say, `unlinked` is of
-    `convert.cluster_from_spec`.
+def cluster_from_text(text: str, name: str, most_values: int = MOST_VALUES) -> Cluster:
+    """The cluster that a text describes; `name` is what it is called if it does not say.
 
     Raises
     ------
@@ -40,12 +39,12 @@ def cluster_from_text(text: str, name: str, most_values: int = MOST_VALUES, *, u
         With the place inside the text.
     """
     check_text(text, ClusterSpec.wanted)
-    return cluster_from_data(parse_cluster(text, most_values), name, unlinked=unlinked)
+    return cluster_from_data(parse_cluster(text, most_values), name)
 
 
-def cluster_from_data(data: Any, name: str, *, unlinked: bool = False) -> Cluster:
+def cluster_from_data(data: Any, name: str) -> Cluster:
     """The cluster of plain data."""
-    return convert.cluster_from_spec(check(ClusterSpec, data), default_name=name, unlinked=unlinked)
+    return convert.cluster_from_spec(check(ClusterSpec, data), default_name=name)
 
 
 def model_from_text(text: str, name: str, most_values: int = MOST_VALUES) -> Model:

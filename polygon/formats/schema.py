@@ -15,7 +15,16 @@ from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -36,14 +45,25 @@ class _FirstFault(FailFast):
 
 
 FIRST_FAULT = _FirstFault()
+
+
+def _not_blank(text: str) -> str:
+    """A name that somebody can see."""
+    if text.isspace():
+        raise ValueError
+    return text
+
+
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Count = Annotated[int, Ge(1)]
 Index = Annotated[int, Ge(0)]
-Name = Annotated[str, MinLen(1)]
+Name = Annotated[str, MinLen(1), AfterValidator(_not_blank)]
 Pair = Annotated[list[Name], Len(2, 2)]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Matrix = Annotated[list[Annotated[list[NotNegative | None], FIRST_FAULT]], FIRST_FAULT]
+Capacities = Annotated[list[Annotated[list[Positive | None], FIRST_FAULT]], FIRST_FAULT]
+"""No capacity is no link, and `Matrix` says so of the rate."""
 
 
 class Strict(BaseModel):
@@ -203,7 +223,7 @@ class ClusterSpec(Strict):
     links: Annotated[list[RegionLinkSpec], FIRST_FAULT] = []
     latency_ms: Matrix | None = None
     bandwidth_gbps: Matrix | None = None
-    capacity_gbps: Matrix | None = None
+    capacity_gbps: Capacities | None = None
     defaults: Annotated[list[Name], FIRST_FAULT] = []
     """Links that nobody gave: what a program that wrote the file assumed."""
 

@@ -12,7 +12,7 @@ from polygon.cost.convergence import assumptions, packings_inside
 from polygon.cost.estimate import Estimate
 from polygon.cost.money import TrainingRun
 from polygon.domain.groups import Groups
-from polygon.domain.message import Message
+from polygon.domain.message import TRAFFIC_UNITS, Message
 from polygon.domain.plan import Plan, Problem, Stage
 from polygon.formats.convert import runtime_data
 
@@ -39,7 +39,7 @@ def seconds(value: float) -> str:
 
 def size(n_bytes: float) -> str:
     """Bytes with a decimal unit."""
-    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, scale in TRAFFIC_UNITS[:-1]:
         if n_bytes >= scale:
             return f"{three(n_bytes / scale)} {unit}"
     return f"{n_bytes:.0f} B"

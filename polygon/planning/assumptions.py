@@ -54,8 +54,11 @@ class Assumption:
     name: str
     """As in `Cluster.defaults`."""
     region: str
+    """Where it is; of a link between two regions the first."""
     device: str
     """Of the nodes inside which or between which it is; empty for the network of the region."""
+    other: str = ""
+    """The second region of a link between two."""
     link: Link
     slower: float
     """Part by which the step is longer with `FACTOR` times the latency at a rate as many times lower."""
@@ -87,8 +90,8 @@ def assumptions(
     anew = anew and cluster.devices <= MOST_DEVICES
     used = worker_regions(plan, cluster)
     step_s = step_times(plan, tables).step_s
-    names = [name for name in cluster.defaults if _region_of(cluster, name) in used]
-    names.sort(key=lambda name: -used[_region_of(cluster, name)])
+    names = [name for name in cluster.defaults if set(_regions_of(cluster, name)) <= used.keys()]
+    names.sort(key=lambda name: -min(used[r] for r in _regions_of(cluster, name)))
 
     def step_with(name: str, factor: float) -> float:
         other = replace(problem, cluster=_scaled(cluster, name, factor))
@@ -101,10 +104,11 @@ def assumptions(
         faster = 1 - step_with(name, FACTOR) / step_s
         gained = again.get(name, 0.0) if anew else None
         if max(slower, faster, gained or 0.0) > least:
-            region, at = cluster.regions[_region_of(cluster, name)], _NODE.search(name)
+            (region, *other), at = [cluster.regions[r] for r in _regions_of(cluster, name)], _NODE.search(name)
             found.append(
                 Assumption(
-                    name=name, region=region.name, device=region.node_groups[int(at[1])].device if at else "",
+                    name=name, region=region.name, other=other[0].name if other else "",
+                    device=region.node_groups[int(at[1])].device if at and not other else "",
                     link=default_link(cluster, name), slower=slower, faster=faster, anew=gained,
                 )
             )  # fmt: skip
@@ -167,17 +171,23 @@ def _planned_anew(
     return {name: gain for name, gain in gains.items() if gain > least}
 
 
-def _region_of(cluster: Cluster, name: str) -> int:
+def _regions_of(cluster: Cluster, name: str) -> tuple[int, ...]:
+    """The region that a default is of, or the two that it joins; of a name that says nothing here, none that is."""
+    if name in cluster.default_pairs:
+        return cluster.default_pairs[name]
     for r, region in enumerate(cluster.regions):
         if name.startswith(f"{region.name}."):
-            return r
-    return -1
+            return (r,)
+    return (-1,)
 
 
 def default_link(cluster: Cluster, name: str) -> Link:
     """The link that a name of `Cluster.defaults` stands for."""
-    region = cluster.regions[_region_of(cluster, name)]
-    at = _NODE.search(name)
+    if name in cluster.default_pairs:
+        pair = cluster.default_pairs[name]
+        return Link(latency_s=float(cluster.latency_s[pair]), bytes_per_s=float(cluster.bytes_per_s[pair]))
+    [r], at = _regions_of(cluster, name), _NODE.search(name)
+    region = cluster.regions[r]
     if at is None:
         return region.intra_region
     link: Link = getattr(region.node_groups[int(at[1])], at[2])
@@ -190,7 +200,13 @@ def _scaled(cluster: Cluster, name: str, factor: float) -> Cluster:
     def scaled(link: Link) -> Link:
         return Link(latency_s=link.latency_s / factor, bytes_per_s=link.bytes_per_s * factor)
 
-    r, at = _region_of(cluster, name), _NODE.search(name)
+    if name in cluster.default_pairs:
+        latency_s, bytes_per_s = cluster.latency_s.copy(), cluster.bytes_per_s.copy()
+        a, b = cluster.default_pairs[name]
+        for pair in ((a, b), (b, a)):
+            latency_s[pair], bytes_per_s[pair] = latency_s[pair] / factor, bytes_per_s[pair] * factor
+        return replace(cluster, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    [r], at = _regions_of(cluster, name), _NODE.search(name)
     old = cluster.regions[r]
     if at is None:
         groups = tuple(

@@ -9,7 +9,7 @@ from polygon.cost.bench_fit import with_benches
 from polygon.domain.cluster import Cluster, Link
 from polygon.domain.errors import Phrase, fault, located
 from polygon.domain.plan import Problem
-from polygon.formats import bench_file, catalogue, convert, probe_file
+from polygon.formats import bench_file, catalogue, convert, default_links, probe_file
 from polygon.formats.schema import BenchSpec, ClusterSpec, check
 from polygon.formats.serialization import check_text, format_yaml, parse_json
 
@@ -114,6 +114,14 @@ def default_link() -> dict[str, float]:
     """What is taken for the network inside a region of which nothing is said."""
     link = convert.DEFAULT_INTRA_REGION
     return {"latency_ms": convert.to_ms(link.latency_s), "bandwidth_gbps": convert.to_gbps(link.bytes_per_s)}
+
+
+def default_link_between() -> dict[str, float]:
+    """What is taken for a link between two regions with places of which nothing is said: its rate, and its latency by
+    the distance."""
+    floor_s, s_per_km = default_links.latency_by_distance()
+    return {"between_gbps": convert.to_gbps(default_links.DEFAULT_BYTES_PER_S),
+            "latency_ms_floor": floor_s * 1e3, "latency_ms_per_km": s_per_km * 1e3}  # fmt: skip
 
 
 def resolved(data: Any) -> dict[str, Any]:

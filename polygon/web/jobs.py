@@ -199,13 +199,18 @@ class Jobs:
             return
         stopped = progress.stop.is_set()
         if result.plan is None:
-            self.store.finish(job, "cancelled" if stopped else "infeasible", error=result.reason or "")
+            self._without_plan(job, result.reason, stopped=stopped)
             return
         plan = result.plan
         # The bound and what is assumed take as long as the search: the processes that price add them to who asks.
         text = format_json(plan_data(plan.problem.data, plan.data, plan.to_dict(brief=True)))
         note = seconds(plan.evaluate().step_s)
         self.store.finish(job, "cancelled" if stopped else "done", result=text, note=note)
+
+    def _without_plan(self, job: str, reason: Message | None, *, stopped: bool) -> None:
+        """Nothing was found, for a reason; of a search that was stopped it says nothing."""
+        state, why = ("cancelled", "") if stopped else ("infeasible", reason or "")
+        self.store.finish(job, state, error=why)
 
     def _front(self, job: str, request: dict[str, Any], progress: JobProgress) -> None:
         """Plans of which none is beaten in time and money."""
@@ -234,10 +239,11 @@ class Jobs:
         )  # fmt: skip
         if self._closing.is_set():
             return
+        stopped = progress.stop.is_set()
         if not found:
-            self.store.finish(job, "infeasible", error=collection.reason or "")
+            self._without_plan(job, collection.reason, stopped=stopped)
             return
-        state = "cancelled" if progress.stop.is_set() else "done"
+        state = "cancelled" if stopped else "done"
         self.store.finish(job, state, result=points_of(found), note=str(len(found)))
 
     def _explain(self, job: str, request: dict[str, Any], progress: JobProgress) -> None:

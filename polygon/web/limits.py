@@ -24,7 +24,7 @@ from polygon.cost.estimate import worker_regions
 from polygon.cost.money import traffic_bytes
 from polygon.cost.step_times import StepTimes, step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.cluster import Cluster, Link, NodeGroup
+from polygon.domain.cluster import Cluster, Link, NodeGroup, link_between
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.assumptions import Assumption, assumptions
@@ -181,9 +181,10 @@ def replanned(problem: Problem, plan: Plan, tables: CostTables, limit: Limit) ->
 
 def _assumed(assumption: Assumption) -> dict[str, Any]:
     link = assumption.link
-    return {"name": assumption.name, "region": assumption.region, "device": assumption.device,
-            "slower": assumption.slower, "faster": assumption.faster, "anew": assumption.anew,
-            "latency_ms": link.latency_s * 1e3, "bandwidth_gbps": link.bytes_per_s / GBPS}  # fmt: skip
+    return {"name": assumption.name, "region": assumption.region, "other": assumption.other,
+            "device": assumption.device, "slower": assumption.slower, "faster": assumption.faster,
+            "anew": assumption.anew, "latency_ms": link.latency_s * 1e3, "bandwidth_gbps": link.bytes_per_s / GBPS,
+    }  # fmt: skip
 
 
 def _relaxed(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes) -> Iterator[Limit]:
@@ -433,7 +434,8 @@ def _between(cluster: Cluster, traffic: np.ndarray) -> Iterator[Resource]:
     both = np.triu(traffic + traffic.T, 1)
     pairs = [tuple(map(int, pair)) for pair in np.argwhere(both > 0)]
     for a, b in sorted(pairs, key=lambda pair: -both[pair])[:MOST_PAIRS]:
-        where: dict[str, Any] = {"kind": "pair", "region": names[a], "other": names[b]}
+        where: dict[str, Any] = {"kind": "pair", "region": names[a], "other": names[b],
+                                 "default": link_between(names[a], names[b]) in cluster.defaults}  # fmt: skip
         rate = min(cluster.bytes_per_s[a, b], cluster.bytes_per_s[b, a]) / GBPS
         yield Resource(**where, quality="rate", now=float(rate), better=_pair(a, b, "rate"))
         latency_ms = max(cluster.latency_s[a, b], cluster.latency_s[b, a]) * 1e3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from asyncio import Queue, create_task
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -38,7 +37,7 @@ from polygon.web.guard import Receive, Scope, Send
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, numbered_name, plan_name
 from polygon.web.language import Asked, in_language, preferred
 from polygon.web.pricing import Pricing, Question, Tell
-from polygon.web.questions import Loaded, own_changes
+from polygon.web.questions import WORDED, Loaded, own_changes
 from polygon.web.questions import load as read_plan
 from polygon.web.same_plans import SamePlans
 from polygon.web.search_routes import JOB, RESPONSES, JobId, answer, as_bytes
@@ -145,8 +144,9 @@ class Asking:
 def question_of(
     plan: str, what: str, language: Asked, changes: Changes | None = None, **arguments: Any
 ) -> Question:  # fmt: skip
-    """What is asked, the same for all who ask the same."""
+    """What is asked, the same for all who ask the same: of what has no words, in whatever language."""
     own = NONE if changes is None else changes.model_dump_json(exclude_defaults=True)
+    language = language if what in WORDED else "en"
     return Question(plan=plan, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
 
 
@@ -351,7 +351,7 @@ class WhatIf:
 
         try:
             whole = not read[0].get("more_body", False)
-            changes = Changes.model_validate(json.loads(read[0].get("body", b"") if whole else b""))
+            changes = Changes.model_validate(orjson.loads(read[0].get("body", b"") if whole else b""))
             found = await self.view(usual[1], changes, language, Request(scope, receive), bound)
         except (ValueError, RecursionError, InputError, HTTPException):
             await self.app(scope, again, send)

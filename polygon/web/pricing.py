@@ -18,6 +18,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -320,16 +321,23 @@ def work(pipe: Connection) -> None:
             send(answer(*slow.get()))
 
     threading.Thread(target=one_after_another, daemon=True).start()
+    more = select.poll()
+    more.register(pipe, select.POLLIN)
+    ready: list[Answer] = []
+    since_s = 0.0
     with contextlib.suppress(EOFError, OSError):
         while True:
-            ready, since_s = [], time.monotonic()
             for number, asked in pipe.recv():
                 if not asked.quick:
                     slow.put((number, asked))
                     continue
+                if not ready:
+                    since_s = time.monotonic()
                 ready.append(answer(number, asked))
                 if time.monotonic() - since_s > TOGETHER_S:
                     send(*ready)
-                    ready, since_s = [], time.monotonic()
-            if ready:
+                    ready.clear()
+            # What was asked meanwhile is worked out before these answers go, as long as they have waited for little.
+            if ready and not more.poll(0):
                 send(*ready)
+                ready.clear()

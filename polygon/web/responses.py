@@ -128,6 +128,7 @@ class Known(TypedDict):
     default_link: dict[str, float]
     latency_ms_floor: float
     latency_ms_per_km: float
+    between_gbps: float
     instances: list[str]
 
 
@@ -250,6 +251,7 @@ class AssumedLink(TypedDict):
 
     name: str
     region: str
+    other: str
     device: str
     slower: float
     faster: float

@@ -7,11 +7,9 @@ import gc
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
@@ -32,9 +30,9 @@ from polygon.formats.hugging_face_export import hugging_face_config
 from polygon.formats.schema import ClusterSpec, ModelSpec, Strict, check
 from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.report import seconds, three
-from polygon.web import responses, views
+from polygon.web import responses
 from polygon.web.answers import Answers, compact
-from polygon.web.editing import default_link, lean, resolved, with_measured
+from polygon.web.editing import default_link, default_link_between, lean, resolved, with_measured
 from polygon.web.jobs import MOST_SECONDS, Jobs, numbered_name, problem_of
 from polygon.web.language import Asked, in_language
 from polygon.web.pricing import Pricing
@@ -99,8 +97,6 @@ class TextRequest(Strict):
     kind: Literal["cluster", "model"]
     text: Annotated[str, Field(max_length=2_000_000)]
     name: Annotated[str, Field(min_length=1, max_length=120)] = "upload"
-    unlinked: bool = False
-    """Whether regions of a cluster may be without links: who asks is going to fill them in."""
 
 
 class ModelRequest(Strict):
@@ -149,9 +145,7 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
     def read(request: TextRequest) -> Any:
         """What an uploaded text says, as plain data."""
         if request.kind == "cluster":
-            cluster: Cluster = formats.cluster_from_text(
-                request.text, request.name, MOST_VALUES, unlinked=request.unlinked
-            )
+            cluster: Cluster = formats.cluster_from_text(request.text, request.name, MOST_VALUES)
             return answer(lean(cluster))
         model: Model = formats.model_from_text(request.text, request.name, MOST_VALUES)
         if model.name == "config":  # as everybody's file is called
@@ -202,27 +196,14 @@ def known() -> dict[str, Any]:
         {"name": name, "latitude": place["latitude"], "longitude": place["longitude"]}
         for name, place in catalogue.cloud_regions()["regions"].items()
     ]
-    floor_ms, slope_ms = latency_per_km()
     return {
         "devices": devices, "architectures": sorted({d.architecture for d in catalogue.devices().values()}),
         "models": models, "links": sorted(catalogue.links()), "regions": regions,
         "runtimes": [{"name": name, "version": r.version} for name, r in catalogue.runtimes().items()],
         "optimizers": [{"name": name, "label": o.label} for name, o in OPTIMIZERS.items()],
         "parity_levels": PARITY_LEVELS, "compressions": COMPRESSIONS, "local_steps": sorted(rows("local_steps")),
-        "default_link": default_link(), "latency_ms_floor": floor_ms, "latency_ms_per_km": slope_ms,
+        "default_link": default_link(), **default_link_between(),
     }  # fmt: skip
-
-
-@lru_cache(maxsize=1)
-def latency_per_km() -> tuple[float, float]:
-    """Floor [ms] and slope [ms/km] of one-way latency over distance: least squares over the catalogue's cloud pairs."""
-    table = catalogue.cloud_regions()
-    places = {name: (p["latitude"], p["longitude"]) for name, p in table["regions"].items()}
-    rows = [(views.km_between(places[a], places[b]), pair["latency_ms"]) for pair in table["pairs"]
-            for a, b in [pair["between"]]]  # fmt: skip
-    km, latency_ms = np.array(rows).T
-    slope, floor = np.polyfit(km, latency_ms, 1)
-    return max(0.1, float(floor)), float(slope)
 
 
 def warm_up() -> None:

@@ -14,26 +14,20 @@ import numpy as np
 
 from polygon.bounds.gap import bound_data, gap
 from polygon.cost.convergence import assumptions, packings_inside
-from polygon.cost.estimate import Estimate, LinkEstimate
+from polygon.cost.estimate import Estimate
 from polygon.cost.step_times import StepTimes
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.export.launch_hosts import used_nodes
+from polygon.formats.default_links import Place, km_between, place_of
 from polygon.messages.report import ROUNDED, layer_span, size
 from polygon.web.sliders import NO_CHANGE, Changes, PricedChange, price, timed
 
 Shown = TypeVar("Shown")
 
 SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
-
-
-def km_between(a: tuple[float, float], b: tuple[float, float]) -> float:
-    """Great-circle distance of two (latitude, longitude) on a sphere of 6371 km."""
-    (la, oa), (lb, ob) = (tuple(map(math.radians, point)) for point in (a, b))
-    h = math.sin((lb - la) / 2) ** 2 + math.cos(la) * math.cos(lb) * math.sin((ob - oa) / 2) ** 2
-    return 2 * 6371 * math.asin(min(1.0, math.sqrt(h)))
 
 
 UNBOUND: dict[str, object] = {"lower_bound_s": None, "lower_bounds_s": {}, "bound_by": "", "gap": None}
@@ -156,16 +150,16 @@ def _links(priced: PricedChange) -> list[dict[str, Any]]:
     cluster = priced.problem.cluster
     used = {(use.source, use.target): use for use in priced.estimate.links}
     latency_ms, gbps = (cluster.latency_s * 1e3).tolist(), (cluster.bytes_per_s * 8 / 1e9).tolist()
-    unused = LinkEstimate(source="", target="", activation_bytes=0.0, gradient_bytes=0.0, busy_fraction=0.0)
     rows = []
-    for (a, b), pair, fixed in _pairs(priced):
+    for (a, b), pair, unused in _pairs(priced):
         if gbps[a][b] > 0:
-            here = used.get(pair, unused)
-            rows.append(
-                {**fixed, "latency_ms": latency_ms[a][b], "bandwidth_gbps": gbps[a][b],
-                 "activation_bytes": here.activation_bytes, "gradient_bytes": here.gradient_bytes,
-                 "busy": here.busy_fraction}
-            )  # fmt: skip
+            row = unused.copy()  # and no new one: of ten regions there are ninety
+            row["latency_ms"], row["bandwidth_gbps"] = latency_ms[a][b], gbps[a][b]
+            if pair in used:
+                here = used[pair]
+                row["activation_bytes"], row["gradient_bytes"] = here.activation_bytes, here.gradient_bytes
+                row["busy"] = here.busy_fraction
+            rows.append(row)
     return rows
 
 
@@ -173,31 +167,28 @@ Pairs = list[tuple[tuple[int, int], tuple[str, str], dict[str, Any]]]
 
 
 def _pairs(priced: PricedChange) -> Pairs:
-    """Of every two regions their numbers, their names, and what is shown of their link whatever it can do."""
+    """Of every two regions their numbers, their names, and what is shown of their link where nothing goes over it."""
     cluster, plan = priced.problem.cluster, priced.plan
     links, known = priced.times.place.derived.get("pairs", (None, []))
     if links is plan.links:
         return list(known)
-    km = _distances(tuple((region.latitude, region.longitude) for region in cluster.regions))
+    km = _distances(tuple(place_of(region) for region in cluster.regions))
     names, found = [region.name for region in cluster.regions], Pairs()
     for a, b in permutations(range(len(names)), 2):
         use, pair = plan.link_use(a, b), (names[a], names[b])
         shown = {"source": names[a], "target": names[b], "distance_km": km[a][b], "activations": use.activations,
-                 "weight_gradients": use.weight_gradients, "streams": use.streams}  # fmt: skip
+                 "activation_gradients": use.activation_gradients,
+                 "weight_gradients": use.weight_gradients, "streams": use.streams, "latency_ms": 0.0,
+                 "bandwidth_gbps": 0.0, "activation_bytes": 0.0, "gradient_bytes": 0.0, "busy": 0.0}  # fmt: skip
         found.append(((a, b), pair, shown))
     priced.times.place.derived["pairs"] = plan.links, found
     return found
 
 
 @lru_cache(maxsize=100)
-def _distances(places: tuple[tuple[float | None, float | None], ...]) -> list[list[float | None]]:
-    """Of every two regions by (latitude, longitude); None where one has no place."""
-    return [[_km(a, b) for b in places] for a in places]
-
-
-def _km(a: tuple[float | None, float | None], b: tuple[float | None, float | None]) -> float | None:
-    (la, oa), (lb, ob) = a, b
-    return None if la is None or oa is None or lb is None or ob is None else km_between((la, oa), (lb, ob))
+def _distances(places: tuple[Place | None, ...]) -> list[list[float | None]]:
+    """Of every two regions [km]; None where one has no place."""
+    return [[None if a is None or b is None else km_between(a, b) for b in places] for a in places]
 
 
 def _tensor_traffic(priced: PricedChange) -> float:

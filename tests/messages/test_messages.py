@@ -164,6 +164,11 @@ def test_all_evidence_of_the_ledger_is_said_in_chinese():
 
 def test_a_message_is_said_with_its_numbers_nouns_and_parts():
     """Memory from bytes, a noun by its number, messages within messages in the same language, tuples joined."""
+    over = Message("limit.egress_bytes", region="a", value=2.5441e9, limit=2_000_000_000)
+    assert str(over) == "2.544 GB a step out of a, of which 2 GB are allowed"
+    assert str(Message("limit.egress_bytes", region="a", value=5.0, limit=0)).startswith(
+        "5 B a step out of a, of which 0 B"
+    )
     lacking = Message("reason.lacks_memory", stage=1, device="t4", region="a", lacking_bytes=3 * 2**29,
                       owner=Message("memory.weights"))  # fmt: skip
     assert say(lacking) == str(lacking) == "stage 1 on t4 in a lacks 1.5 GiB, most of it weights"

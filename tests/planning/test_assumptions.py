@@ -7,6 +7,7 @@ import pytest
 
 from polygon import Batch, Cluster, Constraints, Problem
 from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.messages.report import describe_assumptions
 from polygon.planning.alternatives import SHORT
@@ -86,3 +87,25 @@ def test_of_many_links_those_of_the_most_used_regions_are_looked_at(monkeypatch)
     assert [name for name in names if name.startswith("few")] and names[0].startswith("few")
     (told,) = assumptions(problem.data, plan, problem.tables)
     assert told.name.startswith("many")
+
+
+def test_links_between_regions_that_nobody_gave_are_told():
+    """With what the step would be were they slower, both ways at once; none of regions that the plan does not use."""
+    node = {"device": "a100-40gb", "count": 1, "devices_per_node": 1}
+    places = {"a": (40, -80), "b": (50, 10), "c": (36, 140)}
+    regions = [{"name": n, "latitude": x, "longitude": y, "nodes": [node]} for n, (x, y) in places.items()]
+    problem = Problem(Cluster.from_dict({"regions": regions}), "opt-350m", Batch(global_batch=8, seq_len=512)).data
+    plan = uniform_plan(problem, ParallelConfig(pp=2, micro_batch_size=1))
+    used = [problem.cluster.regions[problem.cluster.pools[w.pool].region].name for w in plan.workers]
+    told = {it.name: it for it in assumptions(problem, plan, CostTables(problem))}
+    name = " - ".join(sorted(used))
+    assert {it for it in told if " - " in it} == {name}
+    link = told[name]
+    assert (link.region, link.other, link.device) == (*sorted(used), "") and link.slower > 0 < link.faster
+    a, b = problem.cluster.default_pairs[name]
+    slow = np.ones((3, 3))
+    slow[a, b] = slow[b, a] = FACTOR
+    cluster = replace(problem.cluster, latency_s=problem.cluster.latency_s * slow,
+                      bytes_per_s=problem.cluster.bytes_per_s / slow)  # fmt: skip
+    slower_s = step_times(plan, CostTables(replace(problem, cluster=cluster))).step_s
+    assert link.slower == pytest.approx(slower_s / step_times(plan, CostTables(problem)).step_s - 1)

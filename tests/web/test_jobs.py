@@ -52,6 +52,23 @@ def test_why_there_is_no_plan_is_kept_as_a_message(store):
         assert in_language(row.to_dict(), language)["error"] == say(row.error, language)
 
 
+def test_a_search_that_is_stopped_does_not_say_that_nothing_fits(store, monkeypatch):
+    """What was found so far, that is nothing, says nothing of what there is."""
+
+    class Stopped(JobProgress):
+        def tell(self, note, part):
+            super().tell(note, part)
+            self.stop.set()
+
+    monkeypatch.setattr("polygon.web.jobs.JobProgress", Stopped)
+    jobs = Jobs(store)
+    try:
+        row = ended(store, jobs.start({"problem": TOO_LARGE, "effort": "quick"}))
+    finally:
+        jobs.close()
+    assert (row.state, row.error) == ("cancelled", "")
+
+
 def test_bad_input_carries_its_parts(store):
     """Where, what was found, what is expected: fields of the error, whatever the words are."""
     with pytest.raises(InputError) as fault:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from importlib import resources
 
 import numpy as np
@@ -10,13 +11,17 @@ import pytest
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message, plain, say
 from polygon.export.targets import TARGETS, export
+from polygon.formats.convert_plan import plan_data
 from polygon.formats.schema import ProblemSpec, check
+from polygon.formats.serialization import format_json
 from polygon.planning.alternatives import Explainer
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.what_ifs import usual_changes
+from polygon.web import questions
 from polygon.web.answers import compact
 from polygon.web.jobs import problem_of
 from polygon.web.language import in_language, preferred
+from polygon.web.plan_routes import question_of
 from polygon.web.sliders import Changes, price
 from polygon.web.views import view
 from tests.exported_plans import drawn, planned, wide
@@ -146,3 +151,19 @@ def test_formulas_are_translated_where_they_have_words():
     rows = in_language(view(price(*wide(), Changes()))["formulas"], "zh")
     left = [row[key] for row in rows for key in ("formula", "numbers") if re.search(r"[A-Za-z]{4,}", row[key])]
     assert left == []
+
+
+ARGUMENTS = {"timeline": {"opened": (), "from_s": 0.0, "to_s": None, "messages": True},
+             "export": {"target": "torchrun"}, "limit": {"index": 0}}  # fmt: skip
+
+
+def test_what_has_no_words_is_asked_once_for_all_languages():
+    """Every answer but those that are said to have words is the same in both languages, and so is what asks for it."""
+    it = questions.load(format_json(plan_data(*planned())), {})
+    for what in questions.QUESTIONS:
+        found = questions.answer(what, it, Changes(), ARGUMENTS.get(what, {}))
+        whole = list(found)[-1] if isinstance(found, Iterator) else found
+        differs = compact(whole, "en") != compact(whole, "zh")
+        assert differs == (what in questions.WORDED), what
+        asked = {question_of("plan", what, language, Changes()) for language in ("en", "zh")}
+        assert len(asked) == 1 + differs, what

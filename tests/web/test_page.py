@@ -16,12 +16,12 @@ import yaml
 from polygon.__main__ import main
 from polygon.domain.model import Batch
 from polygon.domain.optimizer import OPTIMIZERS
-from polygon.domain.plan import Problem
+from polygon.domain.plan import LinkUse, Problem
 from polygon.formats import catalogue
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.files import read_cluster, write_plan
 from polygon.planning.decode import Allocation, Decoder
-from tests.exported_plans import planned
+from tests.exported_plans import planned, wide
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
 from tests.web.conftest import ROOT, Server, run_lines
@@ -941,6 +941,51 @@ def test_a_fault_goes_with_the_value_that_had_it(fresh):
     expect(fresh.locator("[aria-invalid=true]")).to_have_count(0)
 
 
+def test_what_is_wrong_is_seen_where_the_rail_is_open_above_it(fresh):
+    """On a phone the button that plans is always there; what it answers is above or below."""
+    fresh.set_viewport_size({"width": 390, "height": 844})
+    for part in ("cluster", "model", "goal"):
+        fresh.locator(f"#fold-{part}").click()
+    fresh.locator("summary", has_text="Constraints").click()
+    busy = lambda route: route.fulfill(status=429, json={"detail": "too many searches"})  # noqa: E731
+    fresh.route("**/api/v1/jobs", lambda route: busy(route) if route.request.method == "POST" else route.fallback())
+    fresh.locator("#calculate").click()
+    expect(fresh.locator("#trouble")).to_contain_text("too many searches")
+    expect(fresh.locator("#trouble")).to_be_in_viewport(ratio=1)
+
+
+def test_links_say_how_what_goes_back_is_packed(page, server):
+    """Gradients of activations, where they alone go that way."""
+    problem, plan = wide()
+    packed = tuple(LinkUse(source=use.source, target=use.target, activation_gradients="int8") for use in plan.links)
+    status, _, row = server.request("POST", "/api/v1/plans", plan_data(problem, replace(plan, links=packed)))
+    assert status == 201
+    visit(page, server, row["id"], "communication")
+    sent = page.locator("[aria-label='Links in use'] tbody tr td:nth-of-type(4)")
+    sent.first.wait_for()
+    said = [text for text in sent.all_inner_texts() if not text.startswith("0\xa0")]
+    assert said and all(text.endswith(" (int8)") for text in said)
+
+
+def test_what_was_wrong_elsewhere_is_not_said_here(page, server):
+    """A plan that is no more is said once, and not of what is looked at after it."""
+    page.goto(f"{server.url}/#plan=AAAAAAAAAAAA&view=overview")
+    expect(page.locator("#trouble")).to_contain_text("AAAAAAAAAAAA")
+    page.evaluate("location.hash = '#view=cluster'")
+    page.locator("#tab-cluster[aria-selected=true]").wait_for()
+    expect(page.locator("#trouble")).to_have_count(0)
+
+
+def test_a_place_off_the_earth_is_none(fresh):
+    """While it is typed, or where it is wrong, the region stands where those without a place do; a pole is one."""
+    fresh.locator("#tab-cluster").click()
+    for latitude in ("-100", "90", "1e9"):
+        fill(fresh, "cluster.regions[0].latitude", latitude)
+        at = fresh.locator("[data-region=virginia] circle").first
+        expect(at).to_have_attribute("cy", re.compile(r"^-?[\d.]+$"))
+    assert not [fault for fault in fresh.faults if "NaN" in fault or "Infinity" in fault]
+
+
 def test_an_own_type_of_devices_is_named_used_and_taken_out(fresh):
     """Its name follows into the regions and the limits, is never another's, and stays where it is in use."""
     choose(fresh, "opt-350m")
@@ -1541,12 +1586,12 @@ links: [{between: [virginia, frankfurt], latency_ms: 44, bandwidth_gbps: 5}]
 
 
 def test_links_that_a_file_leaves_out_are_filled_in_and_marked(fresh):
-    """Of regions with places that nothing joins, when a file is opened; what is typed there waits for a click. What the
-    file gives stays given, and without places the fault says what would help."""
+    """Of regions with places that nothing joins, when a file is opened and when it is typed. What the file gives stays
+    given, what it calls a default is one, and without places the fault says what would help."""
     fresh.locator("#fold-cluster").click()
     opened = {"name": "c.yaml", "mimeType": "", "buffer": UNLINKED.encode()}
     fresh.locator("#upload-cluster").set_input_files(opened)
-    expect(fresh.locator(".notice")).to_contain_text("4 links between regions filled in")
+    expect(fresh.locator(".notice")).to_contain_text("2 links between regions that nobody gave")
     fresh.locator("#tab-cluster").click()
     fresh.get_by_role("tab", name="virginia").click()
     rows = fresh.locator("table.edit tbody tr")
@@ -1554,14 +1599,42 @@ def test_links_that_a_file_leaves_out_are_filled_in_and_marked(fresh):
     expect(rows.filter(has_text="tokyo").locator(".mark")).to_have_text(["default", "default"])
     yaml = fresh.locator("#yaml")
     yaml.fill(UNLINKED.replace("virginia, frankfurt", "virginia, tokyo"))
-    fresh.locator("#yaml-fill").click()
-    expect(fresh.locator("#yaml-error")).to_have_count(0)
     expect(rows.filter(has_text="tokyo").locator(".mark")).to_have_count(0)
     expect(rows.filter(has_text="frankfurt").locator(".mark")).to_have_text(["default", "default"])
     fresh.locator("#upload-cluster").set_input_files(
         opened | {"buffer": UNLINKED.replace("longitude: 140, ", "").encode()}
     )
-    expect(fresh.get_by_role("alert")).to_contain_text("latitude and longitude of every region")
+    expect(fresh.get_by_role("alert")).to_contain_text("every region has latitude and longitude")
+    expect(fresh.locator(".notice.on")).to_have_count(0)  # once it was there long enough to be read
+
+
+def test_a_region_has_links_once_it_has_a_place(fresh, server):
+    """Without one nothing is made up, here as in files; what is filled in is a default in the file, in what a search is
+    asked for and beside the plan, until somebody gives it."""
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#by-hand").click()
+    fresh.locator("[data-path=place]").select_option("Tokyo")
+    fresh.locator("#add-region").click()
+    expect(fresh.locator("#cluster-error")).to_contain_text("no links between tokyo and region-2")
+    fill(fresh, "cluster.regions[1].latitude", "39")
+    fill(fresh, "cluster.regions[1].longitude", "-77")
+    expect(fresh.locator("#cluster-error")).to_have_count(0)
+    expect(fresh.locator("table.edit .mark")).to_have_text(["default", "default"])
+    expect(fresh.locator("#yaml")).to_have_value(re.compile(re.escape("defaults: [tokyo - region-2]")))
+    fresh.reload()
+    expect(fresh.locator("table.edit .mark")).to_have_text(["default", "default"])
+    ask_little(fresh)
+    fresh.locator("#calculate").click()
+    fresh.locator("[data-card=step]").wait_for()
+    asked = server.request("GET", f"/api/v1/jobs/{re.search('plan=([^&]+)', fresh.url)[1]}/request")[2]
+    assert asked["problem"]["cluster"]["defaults"] == ["tokyo - region-2"]
+    fresh.locator("#drawer-assumed").click()
+    told = fresh.locator("#assumed-links li, #assumed-between li").filter(has_text="tokyo").filter(has_text="region-2")
+    expect(told.locator(".mark")).to_have_text(["default"])
+    fresh.locator("#tab-cluster").click()
+    fill(fresh, "cluster.latency_ms[1][0]", "70")
+    expect(fresh.locator("#yaml")).not_to_have_value(re.compile("defaults"))
+    expect(fresh.locator("table.edit .mark")).to_have_text(["default"])
 
 
 def test_a_front_opens_its_plans(fresh, server):
@@ -1728,6 +1801,7 @@ def test_the_heat_map_of_many_regions_names_those_that_send(page, server, wide_p
 def test_of_a_history_that_the_browser_cannot_keep_the_newest_steps_stay(fresh):
     """Its quota nearly used up, a reload loses steps long ago, not the last."""
     fresh.locator("#fold-model").click()
+    fresh.wait_for_function("() => sessionStorage.getItem('polygon-draft')")
     fresh.evaluate(
         """() => {
       const draft = JSON.stringify(JSON.parse(sessionStorage.getItem("polygon-draft")).draft);
@@ -1818,6 +1892,21 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     page.keyboard.press("Enter")
     page.locator("#tab-compare[aria-selected=true]").wait_for()
     page.locator("dialog").wait_for(state="hidden")
+
+
+def test_the_palette_gives_back_the_focus_that_it_took(fresh):
+    """To what had it; where nothing had it, to nothing: no link to the content appears."""
+    fresh.keyboard.press("Control+k")
+    expect(fresh.locator(".palette input[type=text]")).to_be_focused()
+    fresh.keyboard.press("Escape")
+    fresh.locator("dialog").wait_for(state="hidden")
+    fresh.evaluate("new Promise((done) => setTimeout(done))")
+    assert fresh.evaluate("document.activeElement === document.body")
+    fresh.locator("#theme").focus()
+    fresh.keyboard.press("Control+k")
+    expect(fresh.locator(".palette input[type=text]")).to_be_focused()
+    fresh.keyboard.press("Escape")
+    expect(fresh.locator("#theme")).to_be_focused()
 
 
 def test_who_goes_on_is_not_called_back_to_a_fault(fresh):

@@ -1,9 +1,11 @@
 """Plans are priced in a process of its own: the same answers, whatever becomes of the process."""
 
 import asyncio
+import math
 import os
 import signal
 import threading
+from multiprocessing import Pipe
 
 import orjson
 import pytest
@@ -11,11 +13,15 @@ import pytest
 from polygon.domain.errors import InputError
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.serialization import format_json
+from polygon.web import pricing as pricing_module
 from polygon.web import questions
 from polygon.web.pricing import Pricing, Question
 from polygon.web.sliders import Changes
 from tests.exported_plans import planned
 from tests.patience import PATIENCE_S, eventually
+
+ROWS = (("opened", ()), ("from_s", 0.0), ("to_s", None), ("messages", False))
+"""What a timeline is asked for."""
 
 
 def text():
@@ -72,6 +78,24 @@ def test_what_is_asked_at_once_goes_in_one_message(pricing):
     here = [questions.view(it, Changes(bandwidth_factor=f), bound=False) for f in factors]
     assert [orjson.loads(a)["estimate"]["step_s"] for a in answers] == [h["estimate"]["step_s"] for h in here]
     assert sent == [len(factors)]
+
+
+def test_answers_to_what_was_asked_meanwhile_go_in_one_message(monkeypatch):
+    """As long as they may wait; what is asked after them is answered as well."""
+    monkeypatch.setattr(pricing_module, "TOGETHER_S", math.inf)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of the main thread alone
+    ours, theirs = Pipe()
+    with ours:
+        for number in range(3):
+            ours.send([(number, Question(plan="a", what="timeline", arguments=ROWS, file=(text(), {})))])
+        working = threading.Thread(target=pricing_module.work, args=(theirs,))
+        working.start()
+        assert [(number, last) for number, _, last in ours.recv()] == [(0, True), (1, True), (2, True)]
+        ours.send([(3, Question(plan="a", what="timeline", arguments=ROWS))])
+        [(number, answer, _)] = ours.recv()
+        assert number == 3 and orjson.loads(answer)["rows"]
+    working.join(PATIENCE_S)
+    assert not working.is_alive()
 
 
 def test_parts_come_before_the_whole(pricing):

@@ -13,7 +13,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.web.sliders import Changes, flat_s, price
 from polygon.web.timeline import KINDS, timeline
-from polygon.web.views import advice, front, km_between, sensitivities, traffic, view
+from polygon.web.views import advice, front, sensitivities, traffic, view
 from tests.cost.test_step_times import far_problem, replicas
 from tests.exported_plans import DIMENSIONS, drawn, of_dimensions, wide
 
@@ -303,10 +303,3 @@ def test_front_marks_what_nothing_beats():
     """A point is marked exactly if no other is at least as good in both and better in one."""
     rows = front([{"step_s": a, "usd_per_step": b} for a, b in ((1, 5), (2, 2), (3, 3), (5, 1), (1, 6))])
     assert [row["best"] for row in rows] == [True, True, False, True, False]
-
-
-def test_distances():
-    """Zurich to Lausanne 174 km; around the date line the short way; antipodes half the circumference."""
-    assert km_between((47.38, 8.54), (46.52, 6.63)) == pytest.approx(174, abs=3)
-    assert km_between((0, 179), (0, -179)) == pytest.approx(222.4, abs=0.5)
-    assert km_between((0, 0), (0, 180)) == pytest.approx(20015, abs=1)

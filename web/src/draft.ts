@@ -29,6 +29,8 @@ interface Kept {
   job: string;
 }
 
+const LINK = ["latency_ms", "bandwidth_gbps"]; // what a link between regions has to have
+export const MATRICES = [...LINK, "capacity_gbps"];
 const KEY = "polygon-draft";
 const MOST_STEPS = 60;
 const EMPTY: Draft = {
@@ -176,7 +178,10 @@ function lean(constraints: Data): Data {
 }
 /** The example that somebody finds who comes for the first time. */
 export function start(cluster: Data): void {
-  if (draft.value === EMPTY) draft.value = { ...EMPTY, cluster };
+  if (draft.value !== EMPTY) return;
+  const first = { ...EMPTY, cluster };
+  adopt(first);
+  draft.value = first;
 }
 /** Take over what a plan or a search was asked for, as the server says it. */
 export function take(request: Data, id: string): void {
@@ -185,8 +190,10 @@ export function take(request: Data, id: string): void {
     cluster, model, batch, constraints: lean(constraints),
     runtime: runtime ?? "polygon", objective: request.objective, effort: request.effort, seed: request.seed,
   };
-  if (draft.value.cluster.regions.length === 0 && !past.value.length) draft.value = next; // there was nothing to return to
-  else edit((it) => Object.assign(it, next));
+  if (draft.value.cluster.regions.length === 0 && !past.value.length) { // there was nothing to return to
+    adopt(next);
+    draft.value = next;
+  } else edit((it) => Object.assign(it, next));
   takeAsked(id, draft.value);
 }
 /** What a search is asked for is the draft, as it was when it was asked. */
@@ -215,9 +222,40 @@ function unlike(name: string, taken: (string | undefined)[]): string {
   return taken.includes(name) ? unlike(`${name}'`, taken) : name;
 }
 /** Another cluster takes the place of a draft's that is being changed. */
-export function takeCluster(d: Draft, cluster: Data): void {
+function takeCluster(d: Draft, cluster: Data): void {
   d.cluster = cluster;
   setIds(d, idsAnew(draft.value, cluster));
+  adopt(d);
+}
+/** Of every two regions the numbers and what a file calls the links between them, as polygon/domain/cluster.py. */
+function pairs(cluster: Data): [number, number, string][] {
+  const names = namesOf(cluster);
+  return names.flatMap((a, i) => names.slice(i + 1).map((b, k): [number, number, string] => [i, i + 1 + k, `${a} - ${b}`]));
+}
+/** Links between regions that a cluster says nobody gave are filled in here as if the page had done it. */
+function adopt(d: Draft): void {
+  const said = new Set<string>(d.cluster.defaults);
+  delete d.guessed;
+  for (const [a, b, name] of said.size ? pairs(d.cluster) : []) {
+    if (!said.delete(name)) continue;
+    for (const key of LINK) for (const [i, j] of [[a, b], [b, a]]) guess(d, key, i, j, d.cluster[key][i][j]);
+  }
+  if (said.size) d.cluster.defaults = [...said];
+  else delete d.cluster.defaults;
+}
+function filledPairs(): [number, number, string][] {
+  const isFilled = (i: number, j: number): boolean => LINK.every((key) => isGuessed(`${regionId(i)} > ${regionId(j)}.${key}`));
+  return pairs(draft.value.cluster).filter(([i, j]) => isFilled(i, j) && isFilled(j, i));
+}
+/** How many pairs of regions are joined by what nobody gave. */
+export const filledIn = (): number => filledPairs().length;
+/** The cluster as its file says it: links that are still as they were filled in are said to be nobody's. */
+export function told(): Data {
+  const d = draft.value, cluster = structuredClone(d.cluster);
+  if (cluster.regions.length < 2) for (const key of MATRICES) delete cluster[key];
+  const filled = filledPairs().map(([, , name]) => name);
+  if (filled.length) cluster.defaults = [...(cluster.defaults ?? []), ...filled];
+  return cluster;
 }
 export function appendRegion(d: Draft, region: Data): void {
   const ids = [...idsOf(d), unlike(region.name, idsOf(d))];
@@ -290,7 +328,7 @@ function measurable(cluster: Data, ids: string[]): Record<string, unknown> {
   cluster.regions.forEach((region: Data, a: number) => {
     found[`${ids[a]}.intra_region`] = region.intra_region;
     region.nodes.forEach((node: Data, i: number) => { for (const key of ["intra_node", "inter_node"]) found[`${ids[a]}.nodes[${i}].${key}`] = node[key]; });
-    for (const key of ["latency_ms", "bandwidth_gbps"]) cluster.regions.forEach((_: Data, b: number) => { if (a !== b) found[`${ids[a]} > ${ids[b]}.${key}`] = cluster[key]?.[a]?.[b]; });
+    for (const key of LINK) cluster.regions.forEach((_: Data, b: number) => { if (a !== b) found[`${ids[a]} > ${ids[b]}.${key}`] = cluster[key]?.[a]?.[b]; });
   });
   return found;
 }
@@ -326,10 +364,8 @@ export function guess(d: Draft, key: string, a: number, b: number, value: unknow
 /** What a search is asked: fields left empty are left out. */
 export function request(): Data {
   const d = draft.value;
-  const cluster = structuredClone(d.cluster);
-  if (cluster.regions.length < 2) for (const key of ["latency_ms", "bandwidth_gbps", "capacity_gbps"]) delete cluster[key];
   return {
-    problem: { cluster, model: d.model, batch: d.batch, constraints: d.constraints, runtime: d.runtime },
+    problem: { cluster: told(), model: d.model, batch: d.batch, constraints: d.constraints, runtime: d.runtime },
     objective: d.objective, effort: d.effort, seed: d.seed,
   };
 }

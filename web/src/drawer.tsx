@@ -63,7 +63,7 @@ const EditIt = ({ region, what }: { region: string; what: string }): JSX.Element
   <button type="button" class="link" aria-label={`${t("edit")}: ${what}`} onClick={() => go(() => { selected.value = region; view.value = "cluster"; })}>{t("edit")}</button>
 );
 /** Whether a link that nobody gave is the one that a limit is of. */
-const isOf = (a: Data, l: Data): boolean => a !== undefined && l.quality === "rate" && a.name.endsWith(`.${l.kind}`) && a.region === l.region && (l.kind === "intra_region" || a.device === l.device);
+const isOf = (a: Data, l: Data): boolean => a !== undefined && l.quality === "rate" && (a.other ? l.kind === "pair" && [l.other, l.region].includes(a.other) : a.name.endsWith(`.${l.kind}`)) && [l.region, l.other].includes(a.region) && (a.other || l.kind === "intra_region" || a.device === l.device);
 
 /** What a value saves, with this plan or with one made anew for it. */
 function Saving({ value, part, anew }: { value: string; part: number; anew?: boolean }): JSX.Element {
@@ -106,7 +106,7 @@ function AssumedBetween(): JSX.Element | null {
   const carries = new Map<string, number>();
   for (const l of shown.value.links) carries.set([l.source, l.target].sort().join("\n"), l.activation_bytes + l.gradient_bytes);
   const pairs = c.regions.flatMap((a: Data, i: number) => c.regions.slice(i + 1).map((b: Data, k: number) => ({ a: a.name, b: b.name, i, j: i + 1 + k })))
-    .filter((p: Data) => isGuessedLink(p.a, p.b, "bandwidth_gbps"))
+    .filter((p: Data) => isGuessedLink(p.a, p.b, "bandwidth_gbps") && !assumed.value?.some((a) => a.region === p.a && a.other === p.b))
     .map((p: Data) => ({ ...p, bytes: carries.get([p.a, p.b].sort().join("\n")) ?? 0 })).sort((p: Data, q: Data) => q.bytes - p.bytes);
   if (!pairs.length) return null;
   return (

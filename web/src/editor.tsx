@@ -4,10 +4,10 @@ import { batch } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
-import { appendRegion, arrived, draft, dropNodes, dropRegion, edit, guess, isGuessed, isMeasured, onceHere, regionId, rename, renameDevice, request, takeMeasured } from "./draft";
+import { appendRegion, arrived, draft, dropNodes, dropRegion, edit, isGuessed, isMeasured, MATRICES, onceHere, regionId, rename, renameDevice, request, takeMeasured, told } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
-import { byDistance, fillable, fillLinks, guessAgain, MATRICES, USUAL_GBPS } from "./links";
+import { guessAgain, guessLatency, guessLinks } from "./links";
 import { kmBetween, placed, WorldMap } from "./map";
 import { attempt, catalogue, notice, requested, selected, trouble } from "./state";
 import { t } from "./strings";
@@ -55,7 +55,7 @@ export function Editor(): JSX.Element {
     const stop = new AbortController(), seen = selected.peek();
     const timer = setTimeout(() => {
       if (!cluster.regions.length) return set(NONE);
-      post("/clusters", { cluster: trimmed(cluster) }, stop.signal)
+      post("/clusters", { cluster: told() }, stop.signal)
         .then((data) => {
           set({ ...data, error: "" });
           remember(text, data);
@@ -97,7 +97,7 @@ export function Editor(): JSX.Element {
           <div role="tablist" class="pills" aria-label={t("regions")} onKeyDown={walks(at, cluster.regions.length, pick)}>{cluster.regions.map((r: Data, i: number) => (
             <button type="button" role="tab" key={i} aria-selected={i === at} aria-controls="region" tabIndex={i === at ? 0 : -1} id={`region-tab-${i}`} onClick={() => pick(i)}>{r.name}</button>
           ))}</div>
-          {resolved.error && <div class="row middle"><p class="error" role="alert" id="cluster-error">{resolved.error}</p>{fillable(resolved.error) && <button type="button" class="small" id="fill-links" onClick={() => void attempt(async () => edit((d) => fillLinks(d, resolved.error)))}>{t("fillLinks")}</button>}</div>}
+          {resolved.error && <div class="row middle"><p class="error" role="alert" id="cluster-error">{resolved.error}</p></div>}
           <div role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>
             <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
             {rest && cluster.regions.length > 1 && <Links key={`links ${at}`} r={at} full={resolved.full} />}
@@ -109,12 +109,6 @@ export function Editor(): JSX.Element {
     </div>
   );
 }
-function trimmed(cluster: Data): Data {
-  if (cluster.regions.length > 1) return cluster;
-  const copy = { ...cluster };
-  for (const key of MATRICES) delete copy[key];
-  return copy;
-}
 
 function Tools(): JSX.Element {
   const name = draft.value.cluster.name ?? "cluster";
@@ -122,7 +116,7 @@ function Tools(): JSX.Element {
   // Of the fields as they are now: the file beside them follows a moment later, and not where they are wrong.
   const cluster = async (): Promise<void> => {
     const { problem: asked } = await requested();
-    download(`${name}.yaml`, (await post("/clusters", { cluster: trimmed(asked.cluster) })).yaml, "application/yaml");
+    download(`${name}.yaml`, (await post("/clusters", { cluster: asked.cluster })).yaml, "application/yaml");
   };
   const problem = async (): Promise<void> => {
     const { problem: asked } = await requested();
@@ -163,13 +157,12 @@ export function addRegion(name: string, latitude?: number, longitude?: number): 
     for (let i = 2; taken.has(own); i++) own = `${name}-${i}`;
     appendRegion(d, { name: own, ...(latitude === undefined ? {} : { latitude, longitude }), nodes: [{ device: "a100-80gb", count: 1, devices_per_node: 8 }] });
     const n = c.regions.length;
-    const fresh: Record<string, (i: number, j: number) => Data> = { latency_ms: (i, j) => byDistance(c, i, j), bandwidth_gbps: () => USUAL_GBPS };
     for (const key of MATRICES) {
       if (key === "capacity_gbps" && !c[key]) continue;
       const old: Data[][] = c[key] ?? [];
       c[key] = Array.from({ length: n }, (_, i) => Array.from({ length: n }, (_, j) => old[i]?.[j] ?? null));
-      if (fresh[key]) for (let i = 0; i < n; i++) for (let j = 0; j < n; j++) if (i !== j && old[i]?.[j] === undefined) guess(d, key, i, j, fresh[key](i, j));
     }
+    guessLinks(d, n - 1);
     selected.value = own;
   });
 }
@@ -289,9 +282,9 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
       cell("bandwidth_gbps", t("rate"), "Gbit/s"), cell("capacity_gbps", t("capacity"), "Gbit/s", t("noLimit")),
     ];
   };
-  const suggest = (): void => edit((d) => { for (let j = 0; j < n; j++) if (j !== r) for (const [a, b] of [[r, j], [j, r]]) guess(d, "latency_ms", a, b, byDistance(d.cluster, a, b)); });
+  const suggest = (): void => edit((d) => { for (let j = 0; j < n; j++) if (j !== r) for (const [a, b] of [[r, j], [j, r]]) guessLatency(d, a, b); });
   return (
-    <Section title={t("linksOf", { name: c.regions[r].name })} tools={<button type="button" class="small" onClick={suggest}>{t("suggest")}</button>}>
+    <Section title={t("linksOf", { name: c.regions[r].name || t("region") })} tools={<button type="button" class="small" onClick={suggest}>{t("suggest")}</button>}>
       <div class="scroll" tabIndex={0} role="group" aria-label={t("links")}><table class="edit">
         <thead><tr><th scope="col">{t("to")}</th><th scope="col">{t("latencyOneWay")}</th><th scope="col" class="number">{t("roundTrip")}</th><th scope="col">{t("rate")}</th><th scope="col">{t("capacity")}</th><th scope="col">{t("ways")}</th></tr></thead>
         <tbody>{c.regions.flatMap((_: Data, j: number) => {

@@ -1,8 +1,7 @@
 // The cluster's file as somebody types it: read by the server, it becomes the draft's cluster.
 
 import { post } from "./api";
-import { clusterByHand, draft, edit, late, takeCluster, unread } from "./draft";
-import { fillLinks } from "./links";
+import { clusterByHand, draft, edit, late, unread } from "./draft";
 
 const RESTED_MS = 350;
 let timer = 0;
@@ -14,17 +13,16 @@ export function typed(text: string): void {
   unread.value = { text, fault: unread.value?.fault ?? "" };
   timer = window.setTimeout(() => void readFile(), RESTED_MS);
 }
-/** Have what was typed read now, links that it leaves out filled in if that is asked; whether nothing is left that is
-    not in the draft. */
-export async function readFile(filling = false): Promise<boolean> {
+/** Have what was typed read now; whether nothing is left that is not in the draft. */
+export async function readFile(): Promise<boolean> {
   forget();
   const now = unread.value;
   if (!now) return true;
   const { signal: gone } = (asked = new AbortController());
   try {
-    const cluster = await post("/read", { kind: "cluster", text: now.text, name: draft.value.cluster.name || "cluster", unlinked: filling }, gone);
+    const cluster = await post("/read", { kind: "cluster", text: now.text, name: draft.value.cluster.name || "cluster" }, gone);
     if (gone.aborted || unread.value !== now) return unread.value === null; // another cluster was chosen meanwhile
-    late(() => edit((d) => { takeCluster(d, cluster); if (filling) fillLinks(d, now.fault); }, "file"));
+    late(() => edit((d) => { d.cluster = cluster; }, "file"));
     unread.value = null;
   } catch (error) {
     if (!gone.aborted && unread.value === now) unread.value = { text: now.text, fault: (error as Error).message };

@@ -33,6 +33,8 @@ export function keepFocus(root: HTMLElement): void {
   }));
   new MutationObserver(() => {
     if (document.activeElement !== document.body || !places.length || places[0].element.isConnected) return;
+    // A dialog that closes gives the focus back to what had it, if anything did.
+    if (places.some(({ element }) => element.tagName === "DIALOG")) return void (places = []);
     nearest()?.focus({ preventScroll: true });
   }).observe(root, { childList: true, subtree: true });
 }

@@ -1,58 +1,37 @@
-// Links between regions that nobody gave: latency by distance, a placeholder for the rate, marked until somebody gives them.
+// Links between regions that nobody gave, as polygon/formats/default_links.py takes them: by distance, where both have a
+// place, at a rate that is a placeholder, marked until somebody gives them. Without a place nothing is made up.
 
 import type { Data } from "./api";
-import { guess, isGuessed, regionId, type Draft } from "./draft";
-import { pathOf } from "./faults";
+import { draft, guess, isGuessed, regionId, type Draft } from "./draft";
 import { kmBetween, placed } from "./map";
-import { catalogue, notice } from "./state";
-import { t } from "./strings";
+import { catalogue } from "./state";
 
-export const MATRICES = ["latency_ms", "bandwidth_gbps", "capacity_gbps"];
-export const USUAL_GBPS = 1; // between regions of which nobody said anything
-
-// One way, from the distance, as the catalogue's clouds have it.
-export function byDistance(c: Data, a: number, b: number): number {
+// One way [ms]; null: one of them has no place.
+function byDistance(c: Data, a: number, b: number): number | null {
   const [p, q] = [c.regions[a], c.regions[b]];
-  if (!placed(p) || !placed(q)) return 30;
+  if (!placed(p) || !placed(q)) return null;
   const km = kmBetween([p.longitude, p.latitude], [q.longitude, q.latitude]);
   return Math.round((catalogue.value.latency_ms_floor + catalogue.value.latency_ms_per_km * km) * 10) / 10;
 }
-/** Latencies of a region that were filled in follow it to another place; what somebody gave stays. */
-export function guessAgain(d: Draft, r: number): void {
-  const c = d.cluster;
-  c.regions.forEach((_: Data, j: number) => {
-    for (const [a, b] of [[r, j], [j, r]]) if (j !== r && isGuessed(`${regionId(a)} > ${regionId(b)}.latency_ms`)) guess(d, "latency_ms", a, b, byDistance(c, a, b));
+/** Fill in the latency from a region to another, where both have a place. */
+export function guessLatency(d: Draft, a: number, b: number): void {
+  const latency_ms = byDistance(d.cluster, a, b);
+  if (latency_ms !== null) guess(d, "latency_ms", a, b, latency_ms);
+}
+/** Fill in the links, both ways, of a region that comes to have a place: to all with a place of which nothing is said. */
+export function guessLinks(d: Draft, r: number): void {
+  d.cluster.regions.forEach((to: Data, j: number) => {
+    for (const [a, b] of j !== r && placed(d.cluster.regions[r]) && placed(to) ? [[r, j], [j, r]] : []) {
+      if (d.cluster.bandwidth_gbps[a][b] !== null || d.cluster.latency_ms[a][b] !== null) continue;
+      guessLatency(d, a, b);
+      guess(d, "bandwidth_gbps", a, b, catalogue.value.between_gbps);
+    }
   });
 }
-
-/** Whether a fault of a cluster is that nothing joins its regions, and filling in was not tried yet. */
-export const fillable = (fault: string): boolean =>
-  ["links", "cluster.links"].includes(pathOf(fault)) && !fault.endsWith(t("fillPlaces", { fault: "" }));
-/** Of every region the part of the cluster that it is in: regions of one are joined, both ways. */
-function parts(c: Data): number[] {
-  const part: number[] = c.regions.map((_: Data, i: number) => i);
-  const rate = (a: number, b: number): number => c.bandwidth_gbps?.[a]?.[b] ?? 0;
-  for (let a = 0; a < part.length; a++)
-    for (let b = 0; b < a; b++) {
-      const [one, other] = [part[a], part[b]];
-      if (one !== other && rate(a, b) > 0 && rate(b, a) > 0) part.forEach((p, i) => { if (p === one) part[i] = other; });
-    }
-  return part;
-}
-/** Fill in the links between regions with a place that nothing joins.
-
-    @throws Error with the fault, where that does not join all. */
-export function fillLinks(d: Draft, fault: string): void {
-  const c = d.cluster, part = parts(c), n = part.length;
-  for (const key of ["latency_ms", "bandwidth_gbps"]) c[key] = Array.from({ length: n }, (_, a) => Array.from({ length: n }, (_, b) => c[key]?.[a]?.[b] ?? null));
-  let filled = 0;
-  for (let a = 0; a < n; a++)
-    for (let b = 0; b < n; b++)
-      if (part[a] !== part[b] && !(c.bandwidth_gbps[a][b] > 0) && placed(c.regions[a]) && placed(c.regions[b])) {
-        guess(d, "latency_ms", a, b, byDistance(c, a, b));
-        guess(d, "bandwidth_gbps", a, b, USUAL_GBPS);
-        filled++;
-      }
-  if (new Set(parts(c)).size > 1) throw new Error(t("fillPlaces", { fault }));
-  notice.value = t("linksFilled", { n: filled });
+/** Latencies of a region that were filled in follow it to another place; what somebody gave stays. */
+export function guessAgain(d: Draft, r: number): void {
+  d.cluster.regions.forEach((_: Data, j: number) => {
+    for (const [a, b] of [[r, j], [j, r]]) if (j !== r && isGuessed(`${regionId(a)} > ${regionId(b)}.latency_ms`)) guessLatency(d, a, b);
+  });
+  if (d.cluster.regions.length > 1 && !placed(draft.value.cluster.regions[r])) guessLinks(d, r);
 }

@@ -3,7 +3,7 @@
 import "./style.css";
 import { render, type JSX } from "preact";
 import { lazy, Suspense } from "preact/compat";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { onToken } from "./api";
 import { toggleTheme } from "./colors";
 import { asking, keys, Palette } from "./commands";
@@ -40,7 +40,7 @@ function App(): JSX.Element {
       <main id="main" tabIndex={-1}>
         {view.value === "cluster" ? <h1 class="hidden">{t("editCluster")}</h1> : <div class="head"><Sentence /><Banner /><Figures /></div>}
         <Views />
-        {trouble.value && <p class="trouble" role="alert" id="trouble"><span>{trouble.value}</span><button type="button" class="small" aria-label={t("close")} onClick={() => (trouble.value = "")}>×</button></p>}
+        {trouble.value && <Trouble key={trouble.value} />}
         <div id="view" role="tabpanel" tabIndex={-1} aria-labelledby={`tab-${view.value}`}><Suspense fallback={<Skeleton lines={8} />}><Pane key={`${view.value} ${planId.value}`} /></Suspense></div>
       </main>
       <Drawer />
@@ -49,6 +49,12 @@ function App(): JSX.Element {
       <Spoken />
     </div>
   );
+}
+// What is wrong, where it is seen: whoever has scrolled down, or has the open rail above it, is led to it.
+function Trouble(): JSX.Element {
+  const place = useRef<HTMLParagraphElement>(null);
+  useEffect(() => place.current!.scrollIntoView({ block: "nearest" }), []);
+  return <p class="trouble" role="alert" id="trouble" ref={place}><span>{trouble.value}</span><button type="button" class="small" aria-label={t("close")} onClick={() => (trouble.value = "")}>×</button></p>;
 }
 function Pane(): JSX.Element {
   if (!catalogue.value || (view.value === "cluster" && arriving.value)) return <Skeleton lines={8} />;
@@ -90,16 +96,21 @@ function Top(): JSX.Element {
 function Zhongwen(): JSX.Element {
   return <svg class="word" width="26" height="13" viewBox="0 0 26 13" aria-hidden="true"><path d="M1.5 3.5h9v4.5h-9zM6 .8v11.4M19.5.8v2M14 3h11M22.5 3c-1 4-4 7-8.300 9M16 3c1 4 4.500 7.500 9 9" fill="none" stroke="currentColor" stroke-width="1.1" /></svg>;
 }
+const NOTICE_MS = 2500, READ_MS = 60; // at least, and a letter
 function Notice(): JSX.Element {
-  const [shownNow, set] = useState("");
+  const [now, set] = useState({ said: "" });
   useEffect(() => {
     if (!notice.value) return;
-    set(notice.value);
+    set({ said: notice.value });
     notice.value = "";
-    const timer = setTimeout(() => set(""), 2500);
-    return () => clearTimeout(timer);
   }, [notice.value]);
-  return <div class={shownNow ? "notice on" : "notice"} aria-live="polite">{shownNow}</div>;
+  // As long as it takes to read.
+  useEffect(() => {
+    if (!now.said) return;
+    const timer = setTimeout(() => set({ said: "" }), Math.max(NOTICE_MS, READ_MS * now.said.length));
+    return () => clearTimeout(timer);
+  }, [now]);
+  return <div class={now.said ? "notice on" : "notice"} aria-live="polite">{now.said}</div>;
 }
 
 onToken(() => new Promise((resolve) => {

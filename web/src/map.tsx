@@ -33,7 +33,9 @@ export interface Way {
 }
 export const EARTH_KM = 6371;
 export const kmBetween = (a: Point, b: Point): number => EARTH_KM * geoDistance(a, b);
-export const placed = (p: { latitude?: unknown; longitude?: unknown }): boolean => Number.isFinite(p.latitude) && Number.isFinite(p.longitude);
+const within = (x: unknown, most: number): boolean => typeof x === "number" && Math.abs(x) <= most; // of NaN false, too
+/** Whether it has a place on earth. */
+export const placed = (p: { latitude?: unknown; longitude?: unknown }): boolean => within(p.latitude, 90) && within(p.longitude, 180);
 
 /** Both directions of the links of a plan as one way each. */
 export function ways(links: Data[]): Way[] {
@@ -50,10 +52,12 @@ export function ways(links: Data[]): Way[] {
   return [...found.values()];
 }
 
+const MOST_NORTH = 85; // a pole lies infinitely far up on a Mercator map
+const northing = (latitude: number): number => Math.max(-MOST_NORTH, Math.min(MOST_NORTH, latitude));
 // Regions without a place stand on a circle where none has one, else below the map's middle.
 function points(places: Place[]): Point[] {
   return places.map((p, i) => {
-    if (placed(p)) return [p.longitude!, p.latitude!];
+    if (placed(p)) return [p.longitude!, northing(p.latitude!)];
     const turn = (2 * Math.PI * i) / places.length;
     return [-60 * Math.cos(turn), 32 * Math.sin(turn)];
   });
@@ -147,7 +151,7 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     if (!found || !onMove) return;
     dragged.current = name;
     const round = (v: number): number => Math.round(v * 100) / 100;
-    onMove(name, round(Math.max(-85, Math.min(85, found[1]))), round(((found[0] + 540) % 360) - 180));
+    onMove(name, round(northing(found[1])), round(((found[0] + 540) % 360) - 180));
   };
   return (
     <div class="map" style={{ height: `${height}px` }} onKeyDown={pan}>

@@ -1,4 +1,4 @@
-// What plans are called, in the language of the page.
+// What plans, and what differs in them, are called in the language of the page.
 
 import type { Data } from "./api";
 import { digits } from "./format";
@@ -27,4 +27,9 @@ export function called(j: Data, listed: Data[] | null): string {
   if (j.name || !j.parent) return j.name || j.id;
   const of = listed?.find((other) => other.id === j.parent);
   return [...(of ? [called(of, listed)] : []), differences(j.changes)].join(": ");
+}
+/** How activations and their gradients are packed on a link: one way goes the one, the other way the other. */
+export function packings(l: Data): string[] {
+  const packed = [l.activations, l.activation_gradients].filter((mode, i, all) => mode !== "none" && all.indexOf(mode) === i);
+  return packed.length ? packed : ["none"];
 }

@@ -3,14 +3,13 @@
 import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
 import { call, download, get, post, type Data } from "./api";
-import { changed, draft, edit, onceHere, takeCluster } from "./draft";
-import { digits, moment, percent } from "./format";
+import { changed, draft, edit, filledIn, onceHere } from "./draft";
+import { digits, gbps, moment, percent } from "./format";
 import { FileFault } from "./faults";
 import { Goal } from "./goal";
 import { useKept } from "./kept";
-import { fillable, fillLinks } from "./links";
 import { called, differences } from "./names";
-import { arriving, attempt, beside, catalogue, ended, go, isUnderWay, jobId, jobs, loadJobs, once, open, openMade, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
+import { arriving, attempt, beside, catalogue, ended, go, isUnderWay, jobId, jobs, loadJobs, notice, once, open, openMade, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
 import { StopJob } from "./stop";
 import { language, maybe, programName, t } from "./strings";
 import { Choice, Empty, Field, Fold, Key, Menu, number, Skeleton, Upload } from "./ui";
@@ -45,8 +44,8 @@ export function Rail(): JSX.Element {
 const count = (cluster: Data): number => cluster.regions.reduce((n: number, r: Data) => n + r.nodes.reduce((m: number, g: Data) => m + (Number(g.count) || 0) * (Number(g.devices_per_node ?? 1) || 0), 0), 0);
 
 /** What a file says; a fault in it is said with its name. */
-const readOf = async (kind: string, text: Promise<string>, file: string, more: Data = {}): Promise<Data> =>
-  post("/read", { kind, text: await text, name: file.replace(/\.\w+$/, "").slice(0, 120) || "upload", ...more }).catch((error: Error) => { throw new FileFault(file, error); });
+const readOf = async (kind: string, text: Promise<string>, file: string): Promise<Data> =>
+  post("/read", { kind, text: await text, name: file.replace(/\.\w+$/, "").slice(0, 120) || "upload" }).catch((error: Error) => { throw new FileFault(file, error); });
 async function planOf(file: Promise<string>): Promise<Data> {
   const text = await file;
   try {
@@ -57,15 +56,13 @@ async function planOf(file: Promise<string>): Promise<Data> {
   }
   throw new Error(t("noPlanFile"));
 }
-/** Take a cluster's file; the links that it leaves out between regions are filled in. */
+/** Take a cluster's file, and tell of the links between regions that nobody gave. */
 export function readCluster(text: Promise<string>, file: string): Promise<void> {
-  let fault = "";
-  const read = readOf("cluster", text, file).catch((error: FileFault) => {
-    if (!fillable(error.fault)) throw error;
-    fault = error.message;
-    return readOf("cluster", text, file, { unlinked: true });
-  });
-  return attempt(() => onceHere("cluster", read, (cluster) => edit((d) => { takeCluster(d, cluster); if (fault) fillLinks(d, fault); })));
+  return attempt(() => onceHere("cluster", readOf("cluster", text, file), (cluster) => {
+    edit((d) => { d.cluster = cluster; });
+    const n = filledIn();
+    if (n) notice.value = t("linksFilled", { n, rate: gbps(catalogue.value.between_gbps) });
+  }));
 }
 function ClusterSummary(): JSX.Element {
   const c = draft.value.cluster;

@@ -76,6 +76,7 @@ function read(): void {
   const parts = new URLSearchParams(location.hash.slice(1));
   const wanted = parts.get("view") as View;
   batch(() => {
+    if (!fault) trouble.value = ""; // it was said of where somebody was
     view.value = VIEWS.includes(wanted) ? wanted : "overview";
     beside.value = (parts.get("with") ?? "").split(",").filter(Boolean);
     jobId.value = parts.get("job") ?? "";
@@ -234,7 +235,7 @@ async function followAskedOf(id: string, gone: AbortSignal): Promise<void> {
   });
 }
 /** Why a search has no plan. */
-export const ended = (it: Data): string => (!it.error ? t("stoppedEarly") : it.state === "infeasible" ? t("infeasible", { why: it.error }) : `${t("failed")}: ${it.error}`);
+export const ended = (it: Data): string => (!it.error ? t("stoppedEarly") : it.state === "infeasible" ? t("infeasible", { why: it.error }) : t("failed", { why: it.error }));
 
 let pricing = new AbortController();
 const RESTED_MS = 300;

@@ -5,6 +5,7 @@ import { get, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { bytes, digits, ofMemory, percent, runs, seconds, signed } from "./format";
+import { packings } from "./names";
 import { attempt, copyLink, planId, savePlan, shown } from "./state";
 import { isApart } from "./summary";
 import { maybe, programName, t } from "./strings";
@@ -19,7 +20,7 @@ function reasons(v: Data): string[] {
   const degrees = [...new Set(workers.map((w) => w.tp))].filter((tp) => tp > 1).sort((a, b) => a - b);
   const full = workers.reduce((a, b) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
   const used: Data[] = v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
-  const modes = [...new Set(used.flatMap((l) => [...(l.activation_bytes ? [l.activations] : []), ...(l.gradient_bytes ? [l.weight_gradients] : [])]))];
+  const modes = [...new Set(used.flatMap((l) => [...(l.activation_bytes ? packings(l) : []), ...(l.gradient_bytes ? [l.weight_gradients] : [])]))];
   return [
     ...(e.gap === null ? [] : [t("reasonGap", { bound: seconds(e.lower_bound_s), step: seconds(e.step_s), gap: percent(e.gap) })]),
     t("reasonStages", { stages: v.stages.length, widths: runs(v.stages.map((s: Data) => s.width)) }),

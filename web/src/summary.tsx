@@ -22,6 +22,7 @@ export function amount(l: Data, value: number): string {
 }
 /** A link that nobody gave, in words. */
 export function assumedLink(a: Data): string {
+  if (a.other) return t("limit_pair", a);
   return t(`limit_${a.name.slice(a.name.lastIndexOf(".") + 1)}` as Key, { region: a.region, device: a.device });
 }
 // How many times as fast a link that nobody gave is made, as in polygon/planning/assumptions.py.

@@ -6,7 +6,6 @@ import { copy } from "./api";
 import { unread } from "./draft";
 import { discard, readFile, typed } from "./file";
 import { focusSoon } from "./focus";
-import { fillable } from "./links";
 import { t } from "./strings";
 
 export function Yaml({ yaml }: { yaml: string }): JSX.Element {
@@ -22,7 +21,7 @@ export function Yaml({ yaml }: { yaml: string }): JSX.Element {
     <section class="yaml" aria-label={t("file")}>
       <div class="section-head"><h2>{t("file")}</h2><span class="soft">YAML</span><span class="grow" />
         <button type="button" class="small" onClick={() => void copy(text).then(() => { setCopied(true); setTimeout(() => setCopied(false), 1500); })}>{t(copied ? "copied" : "copy")}</button></div>
-      {fault && <div class="row middle"><p class="error" role="alert" id="yaml-error">{fault}</p><button type="button" class="small" id="yaml-back" onClick={back}>{t("fileBack")}</button>{fillable(fault) && <button type="button" class="small" id="yaml-fill" onClick={() => { focusSoon("yaml"); void readFile(true); }}>{t("fillLinks")}</button>}</div>}
+      {fault && <div class="row middle"><p class="error" role="alert" id="yaml-error">{fault}</p><button type="button" class="small" id="yaml-back" onClick={back}>{t("fileBack")}</button></div>}
       <textarea id="yaml" aria-label={t("file")} aria-invalid={fault ? true : undefined} aria-describedby={fault ? "yaml-error" : undefined} spellcheck={false} value={text}
         onInput={(e) => { typing.current = true; setText(e.currentTarget.value); typed(e.currentTarget.value); }}
         onBlur={() => { typing.current = false; if (!unread.value) setText(yaml || text); }} />
