@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from polygon.cost.kernels import Silicon, attention_s, delta_rule_s, gemm_s, stream_s
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group, all_reduce_s
@@ -151,27 +152,7 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         forward, backward = forward + cast_f, backward + cast_b
 
     # An accelerator waits where the host launches more slowly than it computes; beyond that the host costs nothing.
-    hosted = 1.0 if split.hosted and runtime.graphs != "step" else 0.0
-    usual_f, eager_b = hosted * chip.efficiency.host_forward_s, hosted * chip.efficiency.host_backward_s
-    eager_f = usual_f * runtime.host_forward_factor
-    host_f, host_b = HOST_PART[runtime.fused] * eager_f, HOST_PART[runtime.fused] * eager_b
-    loop_f = loop_b = asked_f = 0.0
-    here = block.experts // split.experts.members
-    looped = block.experts > 0 and runtime.looped_experts
-    if looped:
-        routing_f, routing_b = LOOPED_ROUTING_HOST_PART[0] * usual_f, LOOPED_ROUTING_HOST_PART[1] * eager_b
-        host_b += routing_b
-        whole = split.tp == 1 or split.whole_experts
-        if runtime.grouped_experts and chip.grouped and whole and not block.linear_bias:
-            host_b += here * GROUPED_EXPERT_HOST_PART * eager_b
-            if split.experts.members > 1:
-                asked_f = routing_f  # the host waits for how many rows come from others
-            else:
-                host_f += routing_f
-        else:
-            host_f += routing_f
-            each_f, each_b = LOOPED_EXPERT_HOST_PART[block.gated_mlp]
-            loop_f, loop_b = here * each_f * usual_f, here * each_b * eager_b
+    host_f, host_b, loop_f, loop_b, asked_f, asked_b = _host_s(block, chip, split)
 
     def idle_s(slower: float) -> tuple[float, float]:
         """What the accelerator waits for a host that needs so many times as long, forward and backward."""
@@ -185,13 +166,7 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
     slower_f, slower_b = idle_s(1 + HOST_ERROR)
     longer_f, longer_b = slower_f - idle_f, slower_b - idle_b
     slack_f = max(0.0, forward - host_f - loop_f)
-    forward, backward = forward + idle_f + asked_f, backward + idle_b
-    if block.experts and not looped:
-        # The host learns from the device how many rows each expert gets before it can launch the experts, so what it
-        # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and
-        # combination are taken for as many kernels as the rest of the block; `gemm_s` has the products' own.
-        forward += ROUTING_HOST_PART[runtime.graphs] * eager_f
-        backward += ROUTING_HOST_PART[runtime.graphs] * eager_b
+    forward, backward = forward + idle_f + asked_f, backward + idle_b + asked_b
     if block.experts:
         apart_f, apart_b = _expert_launches_s(block, chip, split)
         forward, backward = forward + apart_f, backward + apart_b
@@ -222,6 +197,50 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
     if split.recompute == "selective":
         backward += _repeated_s(block, chip, split, products_f, attention_f, moved_f)
     return forward, backward, communication, longer_f + longer_b
+
+
+class HostSeconds(NamedTuple):
+    """What a host needs to launch a block, by what hides it."""
+
+    forward: float
+    """Beside the device's work."""
+    backward: float
+    looped_forward: float
+    """Experts one after another: in forward beside their work alone."""
+    looped_backward: float
+    asked_forward: float
+    """Hidden behind nothing: the host knows only then how many rows experts get ("host-boundedness",
+    arXiv:2603.07685)."""
+    asked_backward: float
+
+
+def _host_s(block: Block, chip: Silicon, split: LayerSplit) -> HostSeconds:
+    """Seconds of a host; none where CUDA graphs launch the whole step.
+
+    Of experts that are grouped by their program router, dispatch and combination are taken for as many kernels as the
+    rest of the block; `gemm_s` has the products' own.
+    """
+    runtime = split.runtime
+    hosted = 1.0 if split.hosted and runtime.graphs != "step" else 0.0
+    usual_f, eager_b = hosted * chip.efficiency.host_forward_s, hosted * chip.efficiency.host_backward_s
+    eager_f = usual_f * runtime.host_forward_factor
+    host_f, host_b = HOST_PART[runtime.fused] * eager_f, HOST_PART[runtime.fused] * eager_b
+    if not block.experts:
+        return HostSeconds(host_f, host_b, 0.0, 0.0, 0.0, 0.0)
+    if not runtime.looped_experts:
+        part = ROUTING_HOST_PART[runtime.graphs]
+        return HostSeconds(host_f, host_b, 0.0, 0.0, part * eager_f, part * eager_b)
+    here = block.experts // split.experts.members
+    routing_f = LOOPED_ROUTING_HOST_PART[0] * usual_f
+    host_b += LOOPED_ROUTING_HOST_PART[1] * eager_b
+    whole = split.tp == 1 or split.whole_experts
+    if runtime.grouped_experts and chip.grouped and whole and not block.linear_bias:
+        host_b += here * GROUPED_EXPERT_HOST_PART * eager_b
+        if split.experts.members > 1:
+            return HostSeconds(host_f, host_b, 0.0, 0.0, routing_f, 0.0)
+        return HostSeconds(host_f + routing_f, host_b, 0.0, 0.0, 0.0, 0.0)
+    each_f, each_b = LOOPED_EXPERT_HOST_PART[block.gated_mlp]
+    return HostSeconds(host_f + routing_f, host_b, here * each_f * usual_f, here * each_b * eager_b, 0.0, 0.0)
 
 
 def _expert_launches_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
