@@ -253,8 +253,8 @@ def experts_at_once(device: str, *, quick: bool) -> list[dict[str, Any]]:
     place, known = torch.device(device), experts.has_kernel
     found = []
     for count, width, inside, rows in ((4, 64, 32, 50),) if quick else EXPERT_SHAPES:
-        shape = LLAMA | {"blocks": 1, "hidden_size": width, "heads": width // 64, "kv_heads": width // 64}
-        shape |= {"head_dim": 64, "ffn_size": inside, "expert_ffn_size": inside, "experts": count}
+        shape: dict[str, Any] = LLAMA | {"blocks": 1, "hidden_size": width, "heads": width // 64, "head_dim": 64}
+        shape |= {"kv_heads": width // 64, "ffn_size": inside, "expert_ffn_size": inside, "experts": count}
         draw = torch.Generator().manual_seed(0)
         busy = torch.randint(1, count, (rows,), generator=draw).bincount(minlength=count).to(place)
         x = torch.randn(rows, width, generator=draw).to(place).requires_grad_()
@@ -265,6 +265,7 @@ def experts_at_once(device: str, *, quick: bool) -> list[dict[str, Any]]:
             experts.has_kernel = lambda *of, allowed=at_once: allowed and (quick or known(*of))
             layer = build_layer(Model(name="experts", **shape, experts_per_token=1), 1, 0, place).mlp
             assert isinstance(layer, experts.Experts)
+            row["in_one_kernel"] = at_once and layer.may_run_at_once(place, torch.bfloat16)
             bucket = Bucket("blocks.0", dict(layer.named_parameters()), None)
             narrow = NarrowWeights([layer], [bucket], torch.bfloat16)
             experts.has_kernel = known
@@ -285,14 +286,14 @@ def experts_at_once(device: str, *, quick: bool) -> list[dict[str, Any]]:
                 out = passes()
                 if device == "cuda":
                     row[f"{name}_peak_bytes"] = torch.cuda.max_memory_allocated()
-                results.append([tensor.detach().float().clone() for tensor in (out, x.grad, bucket.vector)])
+                tensors = [tensor for tensor in (out, x.grad, bucket.vector) if tensor is not None]
+                results.append([tensor.detach().float().clone() for tensor in tensors])
                 work = BenchWork(call=passes)
                 for _ in range(2 if quick else 5):
                     Timer(place).visit(work)
                 row[f"{name}_s"] = median(work.samples_s)
         apart = [(a - b).abs().max() / a.abs().max().clamp_min(1e-30) for a, b in zip(*results, strict=True)]
         row["apart"] = float(torch.stack(apart).max())  # of which a NaN is the largest
-        row["in_one_kernel"] = bool(layer.stacked)
         found.append(row)
         del layer, bucket, narrow, passes, work, results
         if device == "cuda":
