@@ -142,8 +142,9 @@ def autograd_memory(model: Model, batch: Batch, way: Way) -> LayerMemory:
         block = model.block(layer)
         of_block = found.get(block) or found.setdefault(block, _block(block, way, e))
         kept[layer], passing[layer] = tokens * of_block[0], tokens * of_block[1]
-        if way.grouped_experts and block.experts and not block.linear_bias:
-            here = block.experts / way.ep / (way.tp if way.whole_experts else 1)
+        whole = way.tp == 1 or way.whole_experts  # else they run one after another
+        if way.grouped_experts and block.experts and whole and not block.linear_bias:
+            here = block.experts / way.ep / way.tp
             passing[layer] += e * here * block.expert_ffn_size * block.hidden_size
         if way.recompute == "full":
             kept[layer] = tokens * model.hidden_size * (SUM_BYTES if way.sums_in_32_bits else e) / way.shard

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from polygon.cost.autograd_memory import Way, autograd_memory, beside_stage
+from polygon.cost.kernels import silicon
 from polygon.cost.memory import LayerMemory, MemoryBreakdown, breakdown, divided_less, stage_rows
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
@@ -85,7 +86,7 @@ def _most(
 def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> MemoryBreakdown:
     """Of one stage of a worker, with the activations of one micro-batch."""
     problem, plan = layout.problem, layout.plan
-    stage, batch = plan.stages[s], problem.batch
+    stage, batch, device = plan.stages[s], problem.batch, problem.cluster.pools[worker.pool].device
     way = Way(
         micro_batch=plan.micro_batch_size,
         recompute=stage.recompute,
@@ -96,7 +97,8 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
         ring=problem.runtime.context == "ring",
         whole_experts=layout.whole_experts(s),
         compiled=problem.runtime.fused,
-        fused_norms=not problem.cluster.pools[worker.pool].device.name.startswith("cpu"),
+        grouped_experts=problem.runtime.grouped_experts and silicon(device, batch.precision).grouped,
+        fused_norms=not device.name.startswith("cpu"),
     )
     layers = beside_stage(autograd_memory(problem.model, batch, way), stage.first_layer, stage.last_layer)
     tied, tied_zero, tied_shards = _tied(layout, s, worker)

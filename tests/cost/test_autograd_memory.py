@@ -39,5 +39,9 @@ def test_grouped_experts_get_the_gradients_of_one_matrix_at_a_time():
 
     more = passing_bytes(mixtral, grouped_experts=True) - passing_bytes(mixtral)
     assert more == 2 * 4 * mixtral.hidden_size * mixtral.expert_ffn_size
+    # Cut by tensor parallelism they are no one product; whole on its devices each has its part of them.
+    assert passing_bytes(mixtral, tp=2, grouped_experts=True) == passing_bytes(mixtral, tp=2)
+    folded = {"tp": 2, "sequence": True, "whole_experts": True}
+    assert passing_bytes(mixtral, grouped_experts=True, **folded) - passing_bytes(mixtral, **folded) == more / 2
     biased = replace(mixtral, linear_bias=True)
     assert passing_bytes(biased, grouped_experts=True) == passing_bytes(biased)
