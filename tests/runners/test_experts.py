@@ -10,6 +10,8 @@ from runners.engine.experts import Experts, balance_loss, has_kernel
 from runners.engine.gradients import Bucket
 from runners.engine.layers import build_layer
 from runners.engine.narrow_weights import NarrowWeights
+from tests.real_ranks import run_ranks
+from tests.runners.stand_in_plans import OPTIONS, in_16_bits, losses_on_cores, uniform
 from tests.small_problems import small_model
 
 MODEL = small_model(
@@ -171,3 +173,23 @@ def test_a_rank_keeps_its_experts(place):
     layer = experts()
     layer.share_out(group)
     assert list(layer.experts) == [["0", "1"], ["2", "3"]][place]
+
+
+def losses_by_kernel(rank, port, problem, plan, kernel):
+    """Of a rank where there is a kernel for all experts or none; how often it was used."""
+    from runners.engine import experts as of_engine
+
+    used, mixed = [], of_engine.Experts._mixed_at_once
+    of_engine.has_kernel = lambda *of: kernel
+    of_engine.Experts._mixed_at_once = lambda self, *of: used.append(self) or mixed(self, *of)
+    return losses_on_cores(rank, port, problem, plan, OPTIONS), len(used)
+
+
+def test_plans_learn_the_same_with_the_kernel():
+    """As by experts one after another: under ZeRO-3, whose weights are away between layers, blocks computed again."""
+    model = replace(MODEL, shared_experts=0)
+    problem, plan = in_16_bits(*uniform(model, dp=2, zero=3, recompute="full"))
+    (alone, never), (together, used) = (
+        run_ranks(losses_by_kernel, 2, problem, plan, kernel)[0] for kernel in (False, True)
+    )
+    assert together == pytest.approx(alone, rel=1e-4) and never == 0 < used
