@@ -1,10 +1,12 @@
 """Laws of the Python API: cheap to import, the same answers as the commands, and every outcome as a result."""
 
+import copy
 import dataclasses
 import doctest
 import importlib
 import inspect
 import json
+import pickle
 import pkgutil
 import re
 import subprocess
@@ -160,6 +162,17 @@ def test_a_result_has_plan_estimate_bound_and_history(result):
     assert result.history[-1].value >= result.estimate.step_s * (1 - 1e-9)
 
 
+def test_results_travel_between_processes(result):
+    """What a pool's worker gives back, and a copy, says the same as here; prices are not sent along."""
+    for sent in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result)):
+        assert sent.plan.data.stages == result.plan.data.stages
+        assert sent.plan.evaluate() == sent.estimate == result.estimate
+        assert sent.bound == result.bound
+        problem = sent.plan.problem
+        assert "tables" not in pickle.loads(pickle.dumps(problem)).__dict__
+        assert polygon.Plan(problem, result.plan.data).evaluate() == result.estimate
+
+
 def test_the_command_finds_the_same_plan(result, tmp_path, capsys):
     """`polygon search` is this search: the same seed and effort, the same plan and numbers."""
     problem = pair_problem()
@@ -225,6 +238,23 @@ def test_unknown_words_are_refused(words, message):
     with pytest.raises(polygon.InputError, match=message):
         pair_problem().search(**words)
     assert issubclass(polygon.InputError, polygon.PolygonError)
+
+
+@pytest.mark.parametrize("ask", ["search", "front"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"seed": -1}, "seed: found -1, expected a whole number >= 0"),
+        ({"seed": "a"}, "seed: found 'a', expected a whole number >= 0"),
+        ({"time_limit_s": float("nan")}, "time_limit_s: found nan, expected a number >= 0"),
+        ({"time_limit_s": -1}, "time_limit_s: found -1, expected a number >= 0"),
+    ],
+)
+def test_seeds_and_limits_that_are_none_are_refused(ask, words, message):
+    """As the commands do, and not by an error of the random numbers."""
+    with pytest.raises(polygon.InputError) as refused:
+        getattr(pair_problem(), ask)(**{"effort": SMALL, **words})
+    assert str(refused.value) == message
 
 
 def test_inputs_that_do_not_fit_together_are_refused_at_once():
