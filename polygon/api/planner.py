@@ -233,13 +233,19 @@ class Problem:
         """
         require(method in METHODS, "method", method, one_of(method, METHODS))
         _require_seed(seed)
+        if until_gap is not None:
+            may = objective == "time" and method == "memetic"
+            require(may, "until_gap", until_gap, "the objective time and the method memetic")
+            require(until_gap >= 0, "until_gap", until_gap, "a part >= 0, as 0.25")
+        if configurations is not None:
+            require(method == "grid3d", "configurations", str(configurations), "none, but of the method grid3d")
         chosen = objective_named(objective)
         history: list[Milestone] = []
         tell = _noted(history, progress)
         if method == "grid3d":
             found = self._grid(objective, tell, configurations)
         else:
-            limits = self._limits(objective, method, effort, time_limit_s, until_gap)
+            limits = self._limits(effort, time_limit_s, until_gap)
             if method == "exhaustive":
                 require(objective == "time", "objective", objective, "time with the method exhaustive")
                 rng = np.random.default_rng(seed)
@@ -301,21 +307,11 @@ class Problem:
             title=f"{data.model.name} on {data.cluster.name}",
         )
 
-    def _limits(
-        self,
-        objective: Objective,
-        method: Method,
-        effort: EffortName | int | Effort,
-        time_limit_s: float | None,
-        until_gap: float | None,
-    ) -> Effort:
+    def _limits(self, effort: EffortName | int | Effort, time_limit_s: float | None, until_gap: float | None) -> Effort:
         """How long to search, and what is good enough to end before that."""
         limits = _effort(effort, time_limit_s)
         if until_gap is None:
             return limits
-        may = objective == "time" and method == "memetic"
-        require(may, "until_gap", until_gap, "the objective time and the method memetic")
-        require(until_gap >= 0, "until_gap", until_gap, "a part >= 0, as 0.25")
         rounds = UNTIL_ROUNDS if isinstance(effort, str) else limits.rounds
         return replace(limits, rounds=rounds, enough=self.bound().seconds * (1 + until_gap))
 

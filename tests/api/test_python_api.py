@@ -231,6 +231,8 @@ def test_a_small_problem_is_proved_and_nothing_found_is_better(result):
         ({"method": "magic"}, "method: found 'magic'"),
         ({"effort": "quik"}, "effort: found 'quik', expected 'quick' \\(nearest\\)"),
         ({"method": "exhaustive", "objective": "money"}, "objective: found 'money'"),
+        ({"method": "grid3d", "until_gap": 0.1}, "until_gap: found 0.1, expected the objective time and the method"),
+        ({"configurations": "x.json"}, "configurations: found 'x.json', expected none, but of the method grid3d"),
     ],
 )
 def test_unknown_words_are_refused(words, message):
