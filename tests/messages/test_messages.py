@@ -204,6 +204,13 @@ def test_a_message_comes_back_from_json():
     assert row["reason"] == violation and row["reason"].stage is None
 
 
+def test_numbers_that_no_float_holds_are_told():
+    """What a file may hold: a number of four hundred digits, and one of more than Python writes."""
+    assert say(Message("found.number", value=10**400)) == "> 1e+308"
+    assert say(Message("found.number", value=-(10**6000))) == "< -1e+308"
+    assert say(Message("expected.at_most", most=10**5000)) == "at most > 1e+308"
+
+
 def test_messages_are_equal_by_kind_and_arguments():
     """Not by their words; equal ones have one hash."""
     a, same = Message("idea.parity", level="known"), Message("idea.parity", level="known")
