@@ -233,6 +233,7 @@ class Problem:
         """
         require(method in METHODS, "method", method, one_of(method, METHODS))
         _require_seed(seed)
+        require(objective == "time" or not robust, "objective", objective, "time for a robust plan")
         if until_gap is not None:
             may = objective == "time" and method == "memetic"
             require(may, "until_gap", until_gap, "the objective time and the method memetic")
@@ -254,10 +255,8 @@ class Problem:
                 found = find_within_limits(
                     self.data, seed, objective=chosen, groups=groups, effort=limits, tell=tell, tables=self.tables
                 )
-        if robust:
-            require(objective == "time", "objective", objective, "time for a robust plan")
-            if found.plan is not None:
-                found = replace(found, plan=surest(self.data, found.plan, found.bills, self.tables).plan)
+        if robust and found.plan is not None:
+            found = replace(found, plan=surest(self.data, found.plan, found.bills, self.tables).plan)
         return self._result(found, seed, tuple(history))
 
     def front(

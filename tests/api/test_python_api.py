@@ -224,6 +224,11 @@ def test_a_small_problem_is_proved_and_nothing_found_is_better(result):
     assert proved.estimate.step_s <= problem.search(effort=SMALL).estimate.step_s * (1 + 1e-9)
 
 
+def refuse_to_begin(*told):
+    """Progress of a search that must not have begun."""
+    raise AssertionError(told)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -232,13 +237,14 @@ def test_a_small_problem_is_proved_and_nothing_found_is_better(result):
         ({"effort": "quik"}, "effort: found 'quik', expected 'quick' \\(nearest\\)"),
         ({"method": "exhaustive", "objective": "money"}, "objective: found 'money'"),
         ({"method": "grid3d", "until_gap": 0.1}, "until_gap: found 0.1, expected the objective time and the method"),
+        ({"robust": True, "objective": "money"}, "objective: found 'money', expected time for a robust plan"),
         ({"configurations": "x.json"}, "configurations: found 'x.json', expected none, but of the method grid3d"),
     ],
 )
 def test_unknown_words_are_refused(words, message):
     """One line that says what is allowed, before anything is searched."""
     with pytest.raises(polygon.InputError, match=message):
-        pair_problem().search(**words)
+        pair_problem().search(progress=refuse_to_begin, **words)
     assert issubclass(polygon.InputError, polygon.PolygonError)
 
 
