@@ -399,7 +399,7 @@ class BenchSpec(Strict):
     power_limit_w: Positive | None = None
     clock_mhz: Positive | None = None
     threads: Count | None = None
-    versions: list[Name] = []
+    versions: list[Annotated[str, MinLen(1)]] = []
     date: str = ""
     complete: bool = True
     launch_s: Positive | None = None
