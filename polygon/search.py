@@ -125,7 +125,7 @@ def _searched(
             groups=groups,
             robust=args.robust,
             progress=tell,
-            configurations=(args.configurations or "output.json") if args.method == "grid3d" else None,
+            configurations=args.configurations or ("output.json" if args.method == "grid3d" else None),
         )
     return found
 
@@ -147,7 +147,8 @@ def _told(args: argparse.Namespace, problem: Problem, result: Result, plan: Plan
         longer = other.evaluate().step_s / plan.evaluate().step_s - 1
         data["simpler"] = {"longer_by": longer, "stages": other.stages, "devices": other.devices}
         parts.append(
-            f"simpler       {other.stages} stages on {other.devices} devices, {longer:+.1%} (--robust weighs both)"
+            f"simpler       {Message('variant.stages', stages=other.stages)} on {other.devices} devices, {longer:+.1%} "
+            "(--robust weighs both)"
         )
     gain = result.local_updates()
     if gain is not None:

@@ -241,7 +241,7 @@ def _model(row: Mapping[str, Any], tp: int, *, pads_vocabulary: bool) -> Model:
 
 def _device(row: Mapping[str, Any]) -> Device:
     """The row's device, with what the row says of its boards: another clock, or the slower memory of early ones."""
-    device, changes = device_by_name(row["device"]), row.get("device_changes") or {}
+    device, changes = device_by_name(str(row["device"])), row.get("device_changes") or {}
     unknown = sorted(set(changes) - {"flops_factor", "memory_bandwidth_gigabytes_per_s"})
     require(not unknown, "device_changes", unknown, "flops_factor and memory_bandwidth_gigabytes_per_s")
     factor = float(changes.get("flops_factor", 1.0))

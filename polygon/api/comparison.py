@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polygon.api.html import html_table
-from polygon.messages.report import seconds, size, table
+from polygon.messages.report import seconds, size, table, written_out
 
 if TYPE_CHECKING:
     from polygon.api.plans import Plan
@@ -102,11 +102,11 @@ def _quantities(plan: Plan) -> list[tuple[str, float]]:
 def _cell(quantity: str, value: float) -> str:
     """A value as people read it."""
     if quantity.endswith("_per_s"):
-        return f"{value:,.4g}"
+        return written_out(value)
     if quantity.endswith("_s"):
         return seconds(value)
     if quantity.endswith("_bytes"):
         return size(value)
     if quantity in ("mfu", "fullest_memory"):
         return f"{value:.1%}"
-    return f"{value:,.4g}"
+    return written_out(value)

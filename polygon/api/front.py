@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from polygon.api.html import html_table
 from polygon.cost.money import Bill
 from polygon.domain.message import Message
-from polygon.messages.report import seconds
+from polygon.messages.report import seconds, written_out
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,13 @@ class Front:
     def _repr_html_(self) -> str:
         header = ["step", "USD per step", "USD per hour", "stages", "devices"]
         rows = [
-            [seconds(bill.step_s), f"{bill.usd:.4g}", f"{bill.usd_per_hour:.4g}", str(plan.stages), str(plan.devices)]
+            [
+                seconds(bill.step_s),
+                written_out(bill.usd),
+                written_out(bill.usd_per_hour),
+                str(plan.stages),
+                str(plan.devices),
+            ]
             for plan, bill in zip(self.plans, self.bills, strict=True)
         ]
         return html_table(f"{self!r}: {self.title}", header, rows)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from polygon.bounds.lower_bound import LowerBound, lower_bound
 from polygon.cost.calibration import Calibration
 from polygon.cost.tables import CostTables, Profile
 from polygon.domain import plan as domain_plan
-from polygon.domain.errors import one_of, require
+from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.model import Batch
@@ -95,7 +95,7 @@ class Problem:
         profiles: Iterable[Profile] = (),
         calibration: Calibration | None = None,
     ) -> None:
-        fields = {
+        given = {
             "cluster": cluster,
             "model": Model.from_catalogue(model) if isinstance(model, str) else model,
             "batch": batch,
@@ -105,11 +105,15 @@ class Problem:
             "calibration": calibration,
         }
         kinds = {"cluster": Cluster, "model": Model, "batch": Batch, "runtime": Runtime, "constraints": Constraints}
-        for name, value in fields.items():
+        for name, value in given.items():
             kind = kinds.get(name, object)
             require(isinstance(value, kind), name, value, f"a polygon.{kind.__name__}")
             object.__setattr__(self, name, value)
         _ = self.data  # what does not fit together is said here, not by the first search
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was given, for another process: what was worked out of it is worked out there again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def of(
@@ -228,13 +232,21 @@ class Problem:
             For a word that is none of those above, and for a problem too large for a proof.
         """
         require(method in METHODS, "method", method, one_of(method, METHODS))
+        _require_seed(seed)
+        require(objective == "time" or not robust, "objective", objective, "time for a robust plan")
+        if until_gap is not None:
+            may = objective == "time" and method == "memetic"
+            require(may, "until_gap", until_gap, "the objective time and the method memetic")
+            require(until_gap >= 0, "until_gap", until_gap, "a part >= 0, as 0.25")
+        if configurations is not None:
+            require(method == "grid3d", "configurations", str(configurations), "none, but of the method grid3d")
         chosen = objective_named(objective)
         history: list[Milestone] = []
         tell = _noted(history, progress)
         if method == "grid3d":
             found = self._grid(objective, tell, configurations)
         else:
-            limits = self._limits(objective, method, effort, time_limit_s, until_gap)
+            limits = self._limits(effort, time_limit_s, until_gap)
             if method == "exhaustive":
                 require(objective == "time", "objective", objective, "time with the method exhaustive")
                 rng = np.random.default_rng(seed)
@@ -243,10 +255,8 @@ class Problem:
                 found = find_within_limits(
                     self.data, seed, objective=chosen, groups=groups, effort=limits, tell=tell, tables=self.tables
                 )
-        if robust:
-            require(objective == "time", "objective", objective, "time for a robust plan")
-            if found.plan is not None:
-                found = replace(found, plan=surest(self.data, found.plan, found.bills, self.tables).plan)
+        if robust and found.plan is not None:
+            found = replace(found, plan=surest(self.data, found.plan, found.bills, self.tables).plan)
         return self._result(found, seed, tuple(history))
 
     def front(
@@ -273,6 +283,7 @@ class Problem:
         Front
             Fastest first; empty, with the reason, where no plan keeps the constraints.
         """
+        _require_seed(seed)
         data = self.data
         points, met = find_front(
             data,
@@ -295,21 +306,11 @@ class Problem:
             title=f"{data.model.name} on {data.cluster.name}",
         )
 
-    def _limits(
-        self,
-        objective: Objective,
-        method: Method,
-        effort: EffortName | int | Effort,
-        time_limit_s: float | None,
-        until_gap: float | None,
-    ) -> Effort:
+    def _limits(self, effort: EffortName | int | Effort, time_limit_s: float | None, until_gap: float | None) -> Effort:
         """How long to search, and what is good enough to end before that."""
         limits = _effort(effort, time_limit_s)
         if until_gap is None:
             return limits
-        may = objective == "time" and method == "memetic"
-        require(may, "until_gap", until_gap, "the objective time and the method memetic")
-        require(until_gap >= 0, "until_gap", until_gap, "a part >= 0, as 0.25")
         rounds = UNTIL_ROUNDS if isinstance(effort, str) else limits.rounds
         return replace(limits, rounds=rounds, enough=self.bound().seconds * (1 + until_gap))
 
@@ -355,7 +356,16 @@ def _effort(effort: EffortName | int | Effort, time_limit_s: float | None) -> Ef
     if isinstance(effort, str):
         require(effort in EFFORTS, "effort", effort, one_of(effort, EFFORTS))
         effort = EFFORTS[effort]
-    return effort if time_limit_s is None else replace(effort, time_limit_s=time_limit_s)
+    if time_limit_s is None:
+        return effort
+    require_number(time_limit_s, "time_limit_s", at_least=0)
+    return replace(effort, time_limit_s=time_limit_s)
+
+
+def _require_seed(seed: int) -> None:
+    """Require what random numbers can begin with."""
+    fits = isinstance(seed, int | np.integer) and not isinstance(seed, bool) and seed >= 0
+    require(fits, "seed", seed, "a whole number >= 0")
 
 
 def _noted(history: list[Milestone], progress: Tell | None) -> Tell:

@@ -20,7 +20,7 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import Profile
 from polygon.domain import plan as domain_plan
 from polygon.domain.errors import require
-from polygon.domain.message import Violation
+from polygon.domain.message import Message, Violation
 from polygon.export.bundle import Export
 from polygon.export.chrome_trace import Interval
 from polygon.export.launch_hosts import read_hosts
@@ -283,7 +283,8 @@ class Plan:
         files.write_plan(path, self.problem.data, self.data, self.to_dict())
 
     def __repr__(self) -> str:
-        return f"Plan({self.stages} stages on {self.devices} of {self.problem.cluster.devices} devices)"
+        stages = Message("variant.stages", stages=self.stages)
+        return f"Plan({stages} on {self.devices} of {self.problem.cluster.devices} devices)"
 
     def _repr_html_(self) -> str:
         priced = self.evaluate()

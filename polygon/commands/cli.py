@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from polygon.commands.interrupts import say_interrupted
-from polygon.domain.errors import InputError, located
+from polygon.domain.errors import InputError, fault, located, one_of
 from polygon.domain.message import Message
 from polygon.domain.model import Batch
 from polygon.domain.optimizer import OPTIMIZERS
@@ -293,6 +293,16 @@ def read_measured(args: argparse.Namespace) -> dict[str, Any]:
     return {"profiles": read_profiles(args.profile), "calibration": factors}
 
 
+def _measured_for(problem: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """The same for a problem, whose cluster must have what was measured: a profile of others changes nothing."""
+    found = read_measured(args)
+    known = problem.cluster.catalogue
+    measured = sorted({device for profile in found["profiles"] for device in profile.devices})
+    if measured and not set(measured) & set(known):
+        raise fault("--profile", Message("found.devices_of", devices=tuple(measured)), one_of(measured[0], known))
+    return found
+
+
 def posed(problem: Any, args: argparse.Namespace) -> Any:
     """A problem under `profile_options`.
 
@@ -302,7 +312,7 @@ def posed(problem: Any, args: argparse.Namespace) -> Any:
     """
     from polygon.api.planner import Problem
 
-    return Problem.of(problem, **read_measured(args))
+    return Problem.of(problem, **_measured_for(problem, args))
 
 
 def read_tables(problem: Any, args: argparse.Namespace) -> Any:
@@ -323,7 +333,7 @@ def read_plan(path: str, args: argparse.Namespace) -> Any:
 
     problem, plan, _ = files.read_plan(path)
     problem = benched(with_runtime(problem, args), args)
-    return Plan(Problem.of(problem, **read_measured(args)), plan)
+    return Plan(Problem.of(problem, **_measured_for(problem, args)), plan)
 
 
 def read_problem(path: str, args: argparse.Namespace) -> Any:

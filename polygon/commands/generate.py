@@ -20,7 +20,7 @@ from polygon.commands import cli
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import require
 from polygon.formats import catalogue, files
-from polygon.formats.convert import cluster_from_spec
+from polygon.formats.convert import cluster_data, cluster_from_spec
 from polygon.formats.schema import ClusterSpec, check
 
 NODES = {
@@ -209,6 +209,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     name = f"generated-{args.regions}-{args.types}-{args.devices}-{args.seed}"
     cluster = generate(args.regions, args.types, args.devices, np.random.default_rng(args.seed), name)
+    if args.json and args.out in (None, "-"):
+        cli.emit(cluster_data(cluster), "", as_json=True)
+        return cli.EXIT_OK
     files.write_cluster(args.out or "-", cluster)
     if args.out not in (None, "-"):
         summary = {"name": name, "regions": len(cluster.regions), "devices": cluster.devices, "file": args.out}

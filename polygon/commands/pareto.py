@@ -121,17 +121,17 @@ def _point(problem: Problem, plan: Plan, bill: Bill, tokens: float | None) -> di
 
 def _columns(rows: list[dict[str, Any]], *, energy: bool) -> tuple[list[str], list[list[str]]]:
     """Header and cells of the front as people read it."""
-    from polygon.messages.report import duration, seconds
+    from polygon.messages.report import duration, seconds, written_out
 
     runs = "run" in rows[0]
     header = ["step", "USD per step", *(["kWh per step"] if energy else []), "USD per hour"]
     header += [*(["run takes", "run costs [USD]"] if runs else []), "stages", "devices"]
     cells = []
     for row in rows:
-        cell = [seconds(row["step_s"]), f"{row['usd']:.4g}"]
-        cell += [f"{row['energy_j'] / 3.6e6:.3g}"] if energy else []
-        cell.append(f"{row['usd_per_hour']:.4g}")
-        cell += [duration(row["run"]["seconds"]), f"{row['run']['usd']:,.4g}"] if runs else []
+        cell = [seconds(row["step_s"]), written_out(row["usd"])]
+        cell += [written_out(row["energy_j"] / 3.6e6, 3)] if energy else []
+        cell.append(written_out(row["usd_per_hour"]))
+        cell += [duration(row["run"]["seconds"]), written_out(row["run"]["usd"])] if runs else []
         cell += [str(row["stages"]), ", ".join(f"{count} {name}" for name, count in row["devices"].items())]
         cells.append(cell)
     return header, cells

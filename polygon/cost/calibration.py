@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polygon.cost.compute import LayerTimes
-from polygon.domain.errors import require, require_number
+from polygon.domain.errors import require_number
+from polygon.formats.measurement_specs import CalibrationSpec
+from polygon.formats.schema import check
 
 FORMAT = "polygon-calibration"
 
@@ -65,14 +67,4 @@ NONE = Calibration()
 
 def calibration(data: Mapping[str, Any]) -> Calibration:
     """Read the format that `polygon calibrate` writes."""
-    require(isinstance(data, Mapping) and data.get("format") == FORMAT, "format", _format(data), FORMAT)
-    return Calibration(
-        compute={str(k): float(v) for k, v in data.get("compute", {}).items()},
-        update={str(k): float(v) for k, v in data.get("update", {}).items()},
-        communication=float(data.get("communication", 1.0)),
-        relative_error=float(data.get("relative_error", 0.1)),
-    )
-
-
-def _format(data: object) -> object:
-    return data.get("format") if isinstance(data, Mapping) else type(data).__name__
+    return Calibration(**check(CalibrationSpec, data).model_dump(exclude={"format"}))

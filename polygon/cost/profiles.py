@@ -18,6 +18,8 @@ from polygon.domain.message import Message
 from polygon.domain.model import Batch, Model
 from polygon.formats.catalogue import device as device_by_name
 from polygon.formats.catalogue import own_or_known
+from polygon.formats.measurement_specs import LayerProfileSpec
+from polygon.formats.schema import check
 
 PROFILE_ERROR = 0.131
 """Half of a 90 % interval over a step whose layers' times are from a profile: the conformal quantile of Sailor's 29
@@ -347,26 +349,22 @@ class KindProfile:
 
 def kind_profile(data: Mapping[str, Any]) -> KindProfile:
     """Read our own profile format (docs/prediction.md)."""
-    require(data.get("format") == LAYER_FORMAT, "format", data.get("format"), LAYER_FORMAT)
+    spec = check(LayerProfileSpec, data)
     points: dict[tuple[str, int], dict[int, Measurement]] = {}
-    for number, entry in enumerate(data.get("layers", [])):
-        for key in ("kind", "micro_batch_size", "forward_s", "backward_s"):
-            require(key in entry, f"layers[{number}]", sorted(entry), Message("expected.key", key=key))
-        size = int(entry["micro_batch_size"])
-        points.setdefault((entry["kind"], int(entry.get("tp", 1))), {})[size] = Measurement(
-            micro_batch_size=size,
-            forward_s=np.array([float(entry["forward_s"])]),
-            backward_s=np.array([float(entry["backward_s"])]),
-            update_s=np.array([float(entry.get("update_s", 0.0))]),
+    for entry in spec.layers:
+        points.setdefault((entry.kind, entry.tp), {})[entry.micro_batch_size] = Measurement(
+            micro_batch_size=entry.micro_batch_size,
+            forward_s=np.array([entry.forward_s]),
+            backward_s=np.array([entry.backward_s]),
+            update_s=np.array([entry.update_s or 0.0]),
         )
-    require(bool(points), "layers", "none", "at least one measured layer")
-    counted = [entry for entry in data["layers"] if entry.get("update_s") and entry.get("parameters")]
-    update_s = sum(float(entry["update_s"]) for entry in counted)
+    counted = [(entry.update_s, entry.parameters) for entry in spec.layers if entry.update_s and entry.parameters]
+    update_s, parameters = sum(pair[0] for pair in counted), sum(pair[1] for pair in counted)
     return KindProfile(
-        device=own_or_known(str(data.get("device"))),
-        hidden_size=int(data["hidden_size"]) if data.get("hidden_size") else None,
-        update_s_per_parameter=update_s / sum(int(e["parameters"]) for e in counted) if counted else None,
-        seq_len=int(data["seq_len"]),
-        precision=str(data.get("precision", "bf16")),
+        device=own_or_known(spec.device),
+        hidden_size=spec.hidden_size,
+        update_s_per_parameter=update_s / parameters if counted else None,
+        seq_len=spec.seq_len,
+        precision=spec.precision,
         points={key: tuple(by[size] for size in sorted(by)) for key, by in points.items()},
     )

@@ -164,4 +164,9 @@ class _Words(Formatter):
         if "|" in format_spec:
             one, many = format_spec.split("|")
             return f"{value} {one if value == 1 else many}"
-        return str(super().format_field(value, format_spec))
+        try:
+            return str(super().format_field(value, format_spec))
+        except (OverflowError, ValueError):
+            if not isinstance(value, int):
+                raise
+            return "> 1e+308" if value > 0 else "< -1e+308"  # more digits than a float has, or than Python writes

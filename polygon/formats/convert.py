@@ -7,6 +7,7 @@ equal data. Numbers in a file are chosen so that they convert back to the very s
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region, link_between
-from polygon.domain.errors import fault, located, require
+from polygon.domain.errors import InputError, fault, located, require
 from polygon.domain.message import Message
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Constraints, Problem, StageRule
@@ -47,6 +48,7 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Clust
     for name, device in spec.devices.items():
         with located(f"devices.{name}."):
             own[name] = catalogue.with_known_efficiency(catalogue.device_from_spec(name, device))
+        _link(device.link, f"devices.{name}.link", lambda: DEFAULT_INTRA_REGION)
     names = [region.name for region in spec.regions]
     for i, name in enumerate(names):
         require(
@@ -123,7 +125,7 @@ def _node_group(
     used: dict[str, Device],
 ) -> NodeGroup:
     with located(f"{where}.device: "):
-        device = own[spec.device] if spec.device in own else catalogue.device(spec.device)
+        device = own[spec.device] if spec.device in own else _known_device(spec.device, own)
     used[device.name] = device
 
     def usual_link() -> Link:
@@ -142,6 +144,19 @@ def _node_group(
     )
 
 
+def _known_device(name: str, own: Mapping[str, Device]) -> Device:
+    """A device type of the catalogue; where it has none of the name, one of the file's own may have been meant."""
+    try:
+        return catalogue.device(name)
+    except InputError:
+        near = difflib.get_close_matches(name.lower(), {known.lower() for known in own}, n=1)
+        if not near:
+            raise
+        meant = next(known for known in own if known.lower() == near[0])
+        expected = Message("expected.nearest", nearest=meant, words=tuple(sorted({*own, *catalogue.devices()})))
+        raise fault("", Message("found.named", kind="device", name=name), expected) from None
+
+
 def _link(spec: LinkSpec | None, where: str, default: Callable[[], Link]) -> Link:
     if spec is None:
         return default()
@@ -158,12 +173,13 @@ def _matrices(spec: ClusterSpec, names: list[str]) -> tuple[np.ndarray, np.ndarr
     capacity_gbps = _matrix(spec.capacity_gbps, "capacity_gbps", n, math.inf)
     said = ~np.isnan(_matrix(spec.bandwidth_gbps, "bandwidth_gbps", n, math.nan))
     given: set[tuple[int, int]] = set()
+    number = {name: i for i, name in enumerate(names)}
     for k, link in enumerate(spec.links):
         ends = link.between or [str(link.from_region), str(link.to_region)]
         for name in ends:
-            require(name in names, f"links[{k}]", name, Message("expected.region", names=tuple(names)))
+            require(name in number, f"links[{k}]", name, Message("expected.region", names=tuple(names)))
         require(ends[0] != ends[1], f"links[{k}]", ends[0], "two different regions (see intra_region)")
-        a, b = names.index(ends[0]), names.index(ends[1])
+        a, b = number[ends[0]], number[ends[1]]
         for pair in ((a, b), (b, a)) if link.between else ((a, b),):
             require(
                 pair not in given,
@@ -314,13 +330,10 @@ def problem_from_spec(spec: ProblemSpec, default_name: str = "cluster") -> Probl
     batch: Any = spec.batch
     with located("runtime: "):
         runtime = catalogue.runtime_from_spec(spec.runtime)
-    return Problem(
-        cluster=cluster,
-        model=catalogue.model_from_spec(spec.model),
-        batch=Batch(**batch.model_dump()),
-        constraints=constraints,
-        runtime=runtime,
-    )
+    model = catalogue.model_from_spec(spec.model)
+    problem = Problem(cluster=cluster, model=model, batch=Batch(**batch.model_dump()), runtime=runtime)
+    with located("constraints."):  # regions and device types that the cluster does not have
+        return dataclasses.replace(problem, constraints=constraints)
 
 
 def constraints_from_spec(spec: Any) -> Constraints:

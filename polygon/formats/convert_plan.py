@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polygon.domain.block import require_size
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import Phrase, fault, located, require
 from polygon.domain.groups import Groups
@@ -124,7 +125,7 @@ def plan_from_spec(spec: PlanSpec) -> PlanFile:
     _require_one_a_worker("spans", spans, stages)
     for s, row in enumerate(spans):
         for w, span in enumerate(row):
-            require(span >= 1, f"spans[{s}][{w}]", span, "a whole number >= 1")
+            require_size(span, f"spans[{s}][{w}]")
     plan = Plan(
         stages=tuple(stages),
         routes=_routes(spec.routes, stages),

@@ -259,9 +259,11 @@ def problem_beside(path: PathLike, data: Any) -> Problem:
 
 def _read_checked(path: PathLike, spec: type[S], convert: Callable[[S], T]) -> T:
     """A JSON file, checked against its schema and converted; errors name the file."""
-    data = read_json(path)
+    text = read_text(path)
     with located(f"{path}: "):
-        return convert(check(spec, data))
+        if spec.wanted and text.lstrip()[:1] not in ("{", "["):
+            raise fault("", Phrase("no JSON"), spec.wanted)
+        return convert(check(spec, parse_json(text)))
 
 
 def read_groups(path: PathLike) -> Groups:

@@ -49,6 +49,8 @@ class ConfigReader:
                     return None
                 if value is None and field in MAY_BE_NULL:
                     return None
+                if field in ("image_size", "patch_size") and is_list(value) and len(set(value)) == 1 and value[1:]:
+                    value = value[0]  # of a height and a width that are equal
                 return blocks_number(value, key) if field == "blocks" else whole_number(value, key)
         default = self.defaults.get(field)
         if field == "kv_heads" and any(key in self.config for key in SYNONYMS["heads"]) and default is not None:
@@ -75,7 +77,13 @@ class ConfigReader:
 
     def own(self, key: str) -> bool:
         """A switch that only types have whose defaults name it; else false."""
-        return bool(self.get(key)) if key in self.defaults else False
+        return self.switch(key) if key in self.defaults else False
+
+    def switch(self, key: str, usual: bool = False) -> bool:
+        """A switch by its key, with its default where it is null or left out."""
+        value = self.get(key)
+        require(value is None or isinstance(value, bool), key, value, "true or false")
+        return usual if value is None else bool(value)
 
 
 def whole_number(value: Any, key: str) -> int:

@@ -10,6 +10,9 @@ from polygon.domain.model import Model
 from polygon.formats.hugging_face_config import ConfigReader, is_list, mlp_ratio, repeated
 from polygon.formats.hugging_face_types import ANY_SIZE, TOWER_OF, TOWERS
 
+GATED = ("qwen2_5_vl", "pixtral")
+"""Towers whose blocks are Llama's."""
+
 
 def vision_tower(data: Mapping[str, Any], whole: str, text_size: int) -> Model | None:
     """The vision transformer of a multi-modal config; what joins it to the text is its head."""
@@ -47,8 +50,11 @@ def vision_tower(data: Mapping[str, Any], whole: str, text_size: int) -> Model |
         channels=(reader.number("channels") or 3) * (reader.whole("temporal_patch_size") or 1),
         max_seq_len=(image // patch) ** 2 + 1,
         **_windows(config, sizes["blocks"], patch),
-        gated_mlp=kind == "qwen2_5_vl",
-        rms_norm=kind == "qwen2_5_vl",
+        gated_mlp=kind in GATED,
+        rms_norm=kind in GATED,
+        learned_positions=kind != "pixtral",
+        linear_bias=kind != "pixtral",
+        qkv_bias=kind != "pixtral",
         causal=False,
         tied_embeddings=False,
         source="Hugging Face config.json",
@@ -75,6 +81,8 @@ def _joining(kind: str, config: Mapping[str, Any], h: int, ffn_size: int, text_s
         )
         into, out = numbers.whole("projector_input_dim"), numbers.whole("projector_output_dim")
         return ffn_size * into + into * out + numbers.whole("vision_output_dim") * text_size
+    if kind == "pixtral":  # four patches to one, a norm, two layers
+        return 4 * h * h + h + h * text_size + text_size * text_size
     if kind in ("qwen2_vl", "qwen2_5_vl"):  # patches are merged four to one
         merged = h * (ConfigReader(config, {"spatial_merge_size": 2}).whole("spatial_merge_size")) ** 2
         return merged * merged + merged + merged * text_size + text_size

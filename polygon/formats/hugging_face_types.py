@@ -120,10 +120,31 @@ TYPES: Mapping[str, Type] = {
         | {"max_seq_len": 8192, "tied": True, "use_qk_norm": False},
         {**_OTHER_LLAMA, "rms_norm": False, "norm_bias": False, "parallel_blocks": True, "norms": 1},
     ),
+    "cohere2": Type(
+        {"blocks": 40, "hidden_size": 8192, "heads": 64, "kv_heads": 64, "ffn_size": 22528, "vocab_size": 256000}
+        | {"max_seq_len": 8192, "tied": True, "window": 4096, "sliding_window_pattern": 4},
+        {**_OTHER_LLAMA, "rms_norm": False, "norm_bias": False, "parallel_blocks": True, "norms": 1},
+    ),
+    "nemotron": Type(
+        {"blocks": 32, "hidden_size": 6144, "heads": 48, "head_dim": 128, "ffn_size": 24576, "vocab_size": 256000}
+        | {"max_seq_len": 4096},
+        {**_OTHER_GPT, "qkv_bias": False, "linear_bias": False},
+    ),
     "llama": Type(_LLAMA_SIZES, _LLAMA),
     "internlm2": Type({**_LLAMA_SIZES, "vocab_size": 103168, "bias": True}, _LLAMA),
     "granite": Type(_LLAMA_SIZES, _OTHER_LLAMA),
+    "granitemoe": Type({**_LLAMA_SIZES, "experts": 8, "experts_per_token": 2}, _OTHER_LLAMA),
+    "olmo": Type({**_LLAMA_SIZES, "vocab_size": 50304}, {**_OTHER_LLAMA, "rms_norm": False, "norm_bias": False}),
     "olmo2": Type({**_LLAMA_SIZES, "vocab_size": 50304}, {**_OTHER_LLAMA, "query_key_norm": "width"}),
+    "olmo3": Type(
+        {**_LLAMA_SIZES, "vocab_size": 50304, "window": 4096, "layer_types": (_LOCAL, _LOCAL, _LOCAL, _FULL)},
+        {**_OTHER_LLAMA, "query_key_norm": "width"},
+    ),
+    "olmoe": Type(
+        {"blocks": 16, "hidden_size": 2048, "heads": 16, "kv_heads": 16, "ffn_size": 2048, "vocab_size": 50304}
+        | {"max_seq_len": 4096, "experts": 64, "experts_per_token": 8},
+        {**_OTHER_LLAMA, "query_key_norm": "width"},
+    ),
     "phi3": Type(
         {"blocks": 32, "hidden_size": 3072, "heads": 32, "ffn_size": 8192, "vocab_size": 32064, "max_seq_len": 4096},
         _LLAMA,
@@ -137,6 +158,18 @@ TYPES: Mapping[str, Type] = {
         {"blocks": 40, "hidden_size": 4096, "heads": 32, "kv_heads": 2, "head_dim": 128, "ffn_size": 13696}
         | {"vocab_size": 151552, "max_seq_len": 131072, "attention_bias": True},
         {**_OTHER_LLAMA, "norms": 4},
+    ),
+    "glm4_moe": Type(
+        {"blocks": 46, "hidden_size": 4096, "heads": 96, "kv_heads": 8, "ffn_size": 10944}
+        | {"vocab_size": 151552, "max_seq_len": 131072, "experts": 128, "experts_per_token": 8}
+        | {"expert_ffn_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1}
+        | {"use_qk_norm": False, "qk_norm_over": "head"},
+        _OTHER_LLAMA,
+    ),
+    "gemma": Type(
+        {"blocks": 28, "hidden_size": 3072, "heads": 16, "kv_heads": 16, "head_dim": 256, "ffn_size": 24576}
+        | {"vocab_size": 256000, "max_seq_len": 8192, "tied": True},
+        _OTHER_LLAMA,
     ),
     "gemma2": Type({**_GEMMA_SIZES, "vocab_size": 256000, "max_seq_len": 8192, "layer_types": (_LOCAL, _FULL)}, _GEMMA),
     "gemma3": Type(
@@ -187,6 +220,7 @@ TYPES: Mapping[str, Type] = {
     "kimi_k2": _DEEPSEEK_V3,
     "bert": Type({**_SMALL, "ffn_size": 3072, "vocab_size": 30522, "max_seq_len": 512, "tied": True}, _ENCODER),
     "roberta": Type({**_SMALL, "ffn_size": 3072, "vocab_size": 50265, "max_seq_len": 512, "tied": True}, _ENCODER),
+    "xlm-roberta": Type({**_SMALL, "ffn_size": 3072, "vocab_size": 30522, "max_seq_len": 512, "tied": True}, _ENCODER),
     "modernbert": Type(
         {**_SMALL, "blocks": 22, "ffn_size": 1152, "vocab_size": 50368, "max_seq_len": 8192, "tied": True}
         | {"window": 128, "global_attn_every_n_layers": 3},
@@ -195,6 +229,11 @@ TYPES: Mapping[str, Type] = {
     "t5": Type(
         {"blocks": 6, "hidden_size": 512, "heads": 8, "head_dim": 64, "ffn_size": 2048, "vocab_size": 32128}
         | {"max_seq_len": 512, "tied": True, "feed_forward_proj": "relu"},
+        {**_OTHER_LLAMA, "gated_mlp": False, "rotary": False},
+    ),
+    "mt5": Type(
+        {"blocks": 8, "hidden_size": 512, "heads": 6, "head_dim": 64, "ffn_size": 1024, "vocab_size": 250112}
+        | {"max_seq_len": 512, "tied": True, "feed_forward_proj": "gated-gelu"},
         {**_OTHER_LLAMA, "gated_mlp": False, "rotary": False},
     ),
     "siglip": Type({**_SMALL, "ffn_size": 3072, "vocab_size": 32000, "max_seq_len": 64, "tied": True}, _ENCODER),
@@ -209,11 +248,18 @@ TOWERS: Mapping[str, Mapping[str, Any]] = {
     "siglip_vision_model": {**_IMAGES, "ffn_size": 3072, "patch_size": 16},
     "llama4_vision_model": {"blocks": 34, "hidden_size": 768, "heads": 16, "ffn_size": 5632}
     | {"image_size": 448, "patch_size": 14, "channels": 3},
+    "pixtral": {"blocks": 24, "hidden_size": 1024, "heads": 16, "ffn_size": 4096}
+    | {"image_size": 1024, "patch_size": 16, "channels": 3},
     "qwen2_vl": {"blocks": 32, "hidden_size": 1280, "heads": 16, "mlp_ratio": 4, "patch_size": 14, "channels": 3},
     "qwen2_5_vl": {"blocks": 32, "hidden_size": 3584, "heads": 16, "ffn_size": 3420, "patch_size": 14, "channels": 3},
 }
 """Defaults of a `vision_config` by its `model_type`."""
-TOWER_OF = {"gemma3": "siglip_vision_model", "siglip": "siglip_vision_model", "llama4": "llama4_vision_model"}
+TOWER_OF = {
+    "gemma3": "siglip_vision_model",
+    "siglip": "siglip_vision_model",
+    "llama4": "llama4_vision_model",
+    "mistral3": "pixtral",
+}
 """`model_type` of a `vision_config` that leaves it out, by that of the whole; else it is the same."""
 ANY_SIZE = 448
 """Side in pixels of the image that is counted where a tower takes images of any size (Qwen2-VL: 1024 patches)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
+import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -47,10 +48,12 @@ class _FirstFault(FailFast):
 FIRST_FAULT = _FirstFault()
 
 
-def _not_blank(text: str) -> str:
-    """A name that somebody can see."""
+def _seen(text: str) -> str:
+    """A name that somebody can see, on one line."""
     if text.isspace():
         raise ValueError
+    if any(unicodedata.category(sign) in ("Cc", "Zl", "Zp") for sign in text):
+        raise _refuse(_short(text), "a name on one line, without control characters")
     return text
 
 
@@ -58,7 +61,7 @@ Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Count = Annotated[int, Ge(1)]
 Index = Annotated[int, Ge(0)]
-Name = Annotated[str, MinLen(1), AfterValidator(_not_blank)]
+Name = Annotated[str, MinLen(1), AfterValidator(_seen)]
 Pair = Annotated[list[Name], Len(2, 2)]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Matrix = Annotated[list[Annotated[list[NotNegative | None], FIRST_FAULT]], FIRST_FAULT]
@@ -83,6 +86,8 @@ def _refuse(found: str | Message, expected: str | Message) -> PydanticCustomErro
 MOST_GBPS = 1e6
 """Rate that no link has, a hundred times that of the fastest fabric of a device: bytes or bits were meant."""
 Rate = Annotated[float, Gt(0), Lt(MOST_GBPS)]
+MOST_TFLOPS, MOST_GIB, MOST_GB_PER_S = 1e6, 1e6, 1e6
+"""What no device has, a hundred times the largest: FLOP/s, bytes or bytes/s were meant."""
 
 
 class LinkSpec(Strict):
@@ -140,11 +145,11 @@ EfficiencySpec = _from_dataclass("EfficiencySpec", MeasuredEfficiency)
 class DeviceSpec(Strict):
     """A type of accelerator, of the catalogue or of the user's own."""
 
-    memory_gib: Positive | None = None
-    memory_gb: Positive | None = None
-    tflops: dict[Precision, Positive]
+    memory_gib: Annotated[float, Gt(0), Lt(MOST_GIB)] | None = None
+    memory_gb: Annotated[float, Gt(0), Lt(MOST_GIB)] | None = None
+    tflops: dict[Precision, Annotated[float, Gt(0), Lt(MOST_TFLOPS)]]
     """Dense peak by precision [1e12 FLOP/s]."""
-    memory_bandwidth_gb_per_s: Positive
+    memory_bandwidth_gb_per_s: Annotated[float, Gt(0), Lt(MOST_GB_PER_S)]
     power_w: NotNegative
     price_usd_per_hour: NotNegative = 0.0
     link: LinkSpec | None = None
@@ -394,7 +399,7 @@ class BenchSpec(Strict):
     power_limit_w: Positive | None = None
     clock_mhz: Positive | None = None
     threads: Count | None = None
-    versions: list[Name] = []
+    versions: list[Annotated[str, MinLen(1)]] = []
     date: str = ""
     complete: bool = True
     launch_s: Positive | None = None

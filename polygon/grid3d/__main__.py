@@ -152,7 +152,7 @@ def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str,
 
 def _table(rows: list[dict[str, Any]]) -> str:
     """The best configurations with their terms."""
-    from polygon.messages.report import ROUNDED
+    from polygon.messages.report import ROUNDED, written_out
     from polygon.overhead.communication_tables import table
 
     names = [key for key in rows[0] if key not in ("step_s", "terms_s", "memory_bytes", "rejected")]
@@ -167,10 +167,10 @@ def _table(rows: list[dict[str, Any]]) -> str:
     header += ["memory GB"] * ("memory_bytes" in rows[0])
     body = []
     for rank, row in enumerate(rows, start=1):
-        line = [str(rank), *(str(row[name]) for name in names), f"{row['step_s'] * 1e3:.5g}"]
+        line = [str(rank), *(str(row[name]) for name in names), written_out(row["step_s"] * 1e3, 5)]
         least_s = ROUNDED * row["step_s"]
-        line += [f"{value * 1e3 if abs(value) > least_s else 0:.4g}" for value in map(row["terms_s"].get, terms)]
-        body.append([*line, f"{row['memory_bytes'] / 1e9:.4g}"] if "memory_bytes" in row else line)
+        line += [written_out(value * 1e3 if abs(value) > least_s else 0) for value in map(row["terms_s"].get, terms)]
+        body.append([*line, written_out(row["memory_bytes"] / 1e9)] if "memory_bytes" in row else line)
     return table(header, body)
 
 

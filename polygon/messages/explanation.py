@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from polygon.cost.money import whole_run
+from polygon.domain.message import Message
 from polygon.formats.convert import runtime_data
-from polygon.messages.report import describe_run, describe_runtime, seconds, table
+from polygon.messages.report import describe_run, describe_runtime, seconds, table, written_out
 
 FASTER = 0.995
 """An alternative below this part of the plan's step is called faster."""
@@ -56,8 +57,9 @@ def describe_explanation(problem: Any, plan: Any, answers: Any, tokens: float | 
     base = answers.bill
     lines = [
         describe_runtime(runtime_data(problem.runtime)),
-        f"plan          {seconds(base.step_s)} and {base.usd:.3g} USD per step, {base.usd_per_hour:.4g} USD per hour, "
-        f"{plan.world_size} of {problem.cluster.devices} devices, {len(plan.stages)} stages",
+        f"plan          {seconds(base.step_s)} and {written_out(base.usd, 3)} USD per step, "
+        f"{written_out(base.usd_per_hour)} USD per hour, {plan.world_size} of {problem.cluster.devices} devices, "
+        f"{Message('variant.stages', stages=len(plan.stages))}",
     ]
     if tokens:
         lines.append(describe_run(whole_run(base, tokens)))
@@ -68,7 +70,7 @@ def describe_explanation(problem: Any, plan: Any, answers: Any, tokens: float | 
             idea, variant = idea["idea"], str(idea["variant"])
         if bill is None:
             return [str(idea), "no", "", str(alternative.reason)]
-        return [str(idea), f"{bill.step_s / base.step_s - 1:+.1%}", f"{bill.usd:.3g}", variant]
+        return [str(idea), f"{bill.step_s / base.step_s - 1:+.1%}", written_out(bill.usd, 3), variant]
 
     header = ["step", "USD", "at best, or why not"]
     for title, naive in (("naive plans", True), ("rejected ideas", False)):

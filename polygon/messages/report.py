@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ ROUNDED = 1e-9
 def three(value: float) -> str:
     """Three digits, zeros at the end among them, as the page has them: 3.00, 13.0, 120, 7,433."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".removesuffix(".")
+
+
+def written_out(value: float, digits: int = 4) -> str:
+    """So many digits; a number that has more before the point is not written as a power of ten: 0.0118, 57,704."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:,.{digits}g}"
 
 
 def seconds(value: float) -> str:
@@ -61,9 +67,21 @@ def layer_span(problem: Problem, first: int, last: int) -> Message:
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Columns as wide as they must be; numbers stand as they are given."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
-    return "\n".join(line.rstrip() for line in lines)
+    widths = [max(columns(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [cell + " " * (width - columns(cell)) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def columns(text: str) -> int:
+    """Columns of a terminal that a text takes: two for a sign of East Asia, none for what is put over one before it."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text
+    )
 
 
 def describe_groups(groups: Groups) -> str:
@@ -126,8 +144,8 @@ def duration(value_s: float) -> str:
 def describe_run(run: TrainingRun) -> str:
     """Time, money and energy of a whole run."""
     return (
-        f"whole run     {run.tokens:.4g} tokens: {run.steps:,} steps, {duration(run.seconds)}, {run.usd:,.4g} USD, "
-        f"at most {run.energy_j / 3.6e6:,.4g} kWh"
+        f"whole run     {run.tokens:.4g} tokens: {run.steps:,} steps, {duration(run.seconds)}, "
+        f"{written_out(run.usd)} USD, at most {written_out(run.energy_j / 3.6e6)} kWh"
     )
 
 
@@ -212,9 +230,17 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBoun
         f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",
         f"devices       {used} of {all_devices}" + (f" ({all_devices - used} left out)" if used < all_devices else ""),
         f"across        {size(estimate.cross_region_bytes)} between regions per step",
-        f"cost          {estimate.cost_usd:.3g} USD and at most {estimate.energy_j / 3.6e6:.3g} kWh per step",
+        f"cost          {written_out(estimate.cost_usd, 3)} USD and at most "
+        f"{written_out(estimate.energy_j / 3.6e6, 3)} kWh per step{_free(problem, plan)}",
     ]
     return "\n".join(lines)
+
+
+def _free(problem: Problem, plan: Plan) -> str:
+    """Device types that the plan uses and that count as free, because they are or because nobody said their price."""
+    pools = [problem.cluster.pools[worker.pool] for worker in plan.workers]
+    names = sorted({pool.device.name for pool in pools if not pool.price_usd_per_hour})
+    return f"; {', '.join(names)} at 0 USD an hour" if names else ""
 
 
 def _packing(problem: Problem, plan: Plan, source: str, target: str) -> str:

@@ -81,7 +81,8 @@ def _structure(problem: Problem, plan: Plan) -> list[Violation]:
         if stage.recompute not in RECOMPUTE:
             found.append(Violation("plan.recompute", stage=s, recompute=stage.recompute))
         if stage.recompute_blocks is not None and (stage.recompute == "none" or stage.recompute_blocks < 1):
-            found.append(Violation("plan.recompute_blocks", stage=s, blocks=stage.recompute_blocks))
+            blocks, how = stage.recompute_blocks, stage.recompute
+            found.append(Violation("plan.recompute_blocks", stage=s, blocks=blocks, recompute=how))
         for w, worker in enumerate(stage.workers):
             if not 0 <= worker.pool < len(cluster.pools):
                 found.append(Violation("plan.pool", stage=s, worker=w, pool=worker.pool))
@@ -237,9 +238,14 @@ def _links(problem: Problem, plan: Plan) -> list[Violation]:
         ]
     may = allowed(problem)
     seen = Counter((use.source, use.target) for use in plan.links)
-    found += [Violation("plan.link_twice", source=a, target=b, times=n) for (a, b), n in seen.items() if n > 1]
+    names = dict(enumerate(region.name for region in cluster.regions))
+    found += [
+        Violation("plan.link_twice", source=names.get(a, a), target=names.get(b, b), times=n)
+        for (a, b), n in seen.items()
+        if n > 1
+    ]
     for use in plan.links:
-        ends = {"source": use.source, "target": use.target}
+        ends = {"source": names.get(use.source, use.source), "target": names.get(use.target, use.target)}
         for field in ("activations", "activation_gradients", "weight_gradients"):
             mode = getattr(use, field)
             if mode not in COMPRESSIONS:

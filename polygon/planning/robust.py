@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polygon.cost.estimate import Estimate, estimate
-from polygon.cost.money import Bill
+from polygon.cost.money import Bill, excesses
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.decode import Allocation, Decoder, Infeasible
@@ -33,12 +33,13 @@ class Option:
 def options(
     problem: Problem, bills: Sequence[tuple[Bill, Allocation]], tables: CostTables, *, longest_s: float
 ) -> list[Option]:
-    """The plans of allocations whose steps are no longer than that, quickest first."""
+    """The plans of allocations whose steps are no longer than that and that keep all limits, quickest first."""
     decoder, found = Decoder(problem, tables=tables), []
-    near = sorted((pair for pair in bills if pair[0].step_s <= longest_s), key=lambda pair: pair[0].step_s)
-    for _, allocation in near[:MOST_PRICED]:
+    # What a search met may cost more than is allowed: under limits it also looks where there are none.
+    may = [pair for pair in bills if pair[0].step_s <= longest_s and not excesses(problem, pair[0])]
+    for _, allocation in sorted(may, key=lambda pair: pair[0].step_s)[:MOST_PRICED]:
         plan = decoder.decode(allocation)
-        if not isinstance(plan, Infeasible):
+        if not isinstance(plan, Infeasible) and not excesses(problem, decoder.bill(plan)):
             found.append(Option(plan=plan, estimate=estimate(problem, plan, tables)))
     return found
 

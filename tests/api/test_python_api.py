@@ -1,10 +1,12 @@
 """Laws of the Python API: cheap to import, the same answers as the commands, and every outcome as a result."""
 
+import copy
 import dataclasses
 import doctest
 import importlib
 import inspect
 import json
+import pickle
 import pkgutil
 import re
 import subprocess
@@ -160,6 +162,17 @@ def test_a_result_has_plan_estimate_bound_and_history(result):
     assert result.history[-1].value >= result.estimate.step_s * (1 - 1e-9)
 
 
+def test_results_travel_between_processes(result):
+    """What a pool's worker gives back, and a copy, says the same as here; prices are not sent along."""
+    for sent in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result)):
+        assert sent.plan.data.stages == result.plan.data.stages
+        assert sent.plan.evaluate() == sent.estimate == result.estimate
+        assert sent.bound == result.bound
+        problem = sent.plan.problem
+        assert "tables" not in pickle.loads(pickle.dumps(problem)).__dict__
+        assert polygon.Plan(problem, result.plan.data).evaluate() == result.estimate
+
+
 def test_the_command_finds_the_same_plan(result, tmp_path, capsys):
     """`polygon search` is this search: the same seed and effort, the same plan and numbers."""
     problem = pair_problem()
@@ -211,6 +224,11 @@ def test_a_small_problem_is_proved_and_nothing_found_is_better(result):
     assert proved.estimate.step_s <= problem.search(effort=SMALL).estimate.step_s * (1 + 1e-9)
 
 
+def refuse_to_begin(*told):
+    """Progress of a search that must not have begun."""
+    raise AssertionError(told)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -218,13 +236,33 @@ def test_a_small_problem_is_proved_and_nothing_found_is_better(result):
         ({"method": "magic"}, "method: found 'magic'"),
         ({"effort": "quik"}, "effort: found 'quik', expected 'quick' \\(nearest\\)"),
         ({"method": "exhaustive", "objective": "money"}, "objective: found 'money'"),
+        ({"method": "grid3d", "until_gap": 0.1}, "until_gap: found 0.1, expected the objective time and the method"),
+        ({"robust": True, "objective": "money"}, "objective: found 'money', expected time for a robust plan"),
+        ({"configurations": "x.json"}, "configurations: found 'x.json', expected none, but of the method grid3d"),
     ],
 )
 def test_unknown_words_are_refused(words, message):
     """One line that says what is allowed, before anything is searched."""
     with pytest.raises(polygon.InputError, match=message):
-        pair_problem().search(**words)
+        pair_problem().search(progress=refuse_to_begin, **words)
     assert issubclass(polygon.InputError, polygon.PolygonError)
+
+
+@pytest.mark.parametrize("ask", ["search", "front"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"seed": -1}, "seed: found -1, expected a whole number >= 0"),
+        ({"seed": "a"}, "seed: found 'a', expected a whole number >= 0"),
+        ({"time_limit_s": float("nan")}, "time_limit_s: found nan, expected a number >= 0"),
+        ({"time_limit_s": -1}, "time_limit_s: found -1, expected a number >= 0"),
+    ],
+)
+def test_seeds_and_limits_that_are_none_are_refused(ask, words, message):
+    """As the commands do, and not by an error of the random numbers."""
+    with pytest.raises(polygon.InputError) as refused:
+        getattr(pair_problem(), ask)(**{"effort": SMALL, **words})
+    assert str(refused.value) == message
 
 
 def test_inputs_that_do_not_fit_together_are_refused_at_once():

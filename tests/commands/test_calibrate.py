@@ -86,3 +86,7 @@ def test_another_file_is_refused():
         calibration({"format": "polygon-plan"})
     with pytest.raises(InputError, match=r"compute\.t4"):
         calibration({"format": "polygon-calibration", "compute": {"t4": -1}})
+    with pytest.raises(InputError, match=r"^compute: found nothing, expected a mapping$"):
+        calibration({"format": "polygon-calibration", "compute": None})
+    with pytest.raises(InputError, match=r"^communication: found 'x', expected a number > 0$"):
+        calibration({"format": "polygon-calibration", "communication": "x"})

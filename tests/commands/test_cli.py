@@ -387,6 +387,18 @@ def test_a_slip_in_constraints_names_file_and_nearest(tmp_path):
     assert str(error.value) == f"{file}: forbidden_regions: found 'labb', expected 'lab' (nearest) or another of lab"
 
 
+def test_a_profile_of_a_device_that_is_not_there_is_refused(tmp_path, capsys):
+    """As a bench is: it would change nothing, and whoever gave it would not know."""
+    layer = {"kind": "block", "micro_batch_size": 1, "forward_s": 0.01, "backward_s": 0.03}
+    profile = {"format": "polygon-layer-profile", "device": "a100-80gb", "seq_len": 64, "layers": [layer]}
+    (tmp_path / "profile.json").write_text(json.dumps(profile), "utf-8")
+    (tmp_path / "lab.yaml").write_text("regions: [{name: lab, nodes: [{device: t4, count: 1}]}]", "utf-8")
+    words = ["--cluster", str(tmp_path / "lab.yaml"), "--model", "gpt-tiny", "--global-batch", "2", "--seq-len", "64"]
+    words += ["--profile", str(tmp_path / "profile.json")]
+    assert cli.run(search.main, words) == 2
+    assert capsys.readouterr().err == "--profile: found layers of a100-80gb, expected one of t4\n"
+
+
 def test_a_cluster_in_place_of_groups_is_told_where_it_goes():
     """The likeliest slip of a first day."""
     parser = planning_parser("polygon search", "", "the plan")

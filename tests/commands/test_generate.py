@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from polygon.commands import cli
 from polygon.commands.generate import NODES, generate, main
 from polygon.domain.errors import InputError
 from polygon.formats import convert
+from polygon.formats.schema import ClusterSpec, check
 
 
 @given(data=st.data())
@@ -41,6 +44,14 @@ def test_ten_thousand_devices(tmp_path, capsys):
         assert main([*options, "-o", str(file)]) == 0
     assert files[0].read_bytes() == files[1].read_bytes()
     assert capsys.readouterr().err.count("10240 devices in 64 regions") == 2
+
+
+def test_json_is_json_on_standard_output_too(capsys):
+    """What a program asked for with --json and no file is the cluster, as one that -o names .json would hold."""
+    assert main(["--regions", "2", "--types", "1", "--devices", "4", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["format"] == "polygon-cluster" and len(data["regions"]) == 2
+    assert convert.cluster_from_spec(check(ClusterSpec, data)).devices == 4
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,9 @@ def test_link_curves_are_clamped(size, factor):
     assert LinkCurve(coefficients=(-1.0, 2.0, -5.0), most_bytes_per_s=1e9).transfer_s(1e6) > 0
 
 
+LAYER = {"kind": "block", "micro_batch_size": 1, "forward_s": 0.01, "backward_s": 0.03, "spread": 0.1}
+
+
 def test_own_format_replaces_only_what_was_measured():
     """A profile of the block leaves embedding and head to the model."""
     data = {
@@ -142,6 +145,27 @@ def test_own_format_replaces_only_what_was_measured():
     assert measured.backward_s[-1] == spec.backward_s[-1]
     with pytest.raises(InputError, match=r"layers\[0\].*forward_s"):
         kind_profile({**data, "layers": [{"kind": "block", "micro_batch_size": 1}]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": None}, "seq_len: found nothing, expected a whole number >= 1"),
+        ({"layers": []}, "layers: found an empty list, expected a list that is not empty"),
+        ({"layers": 5}, "layers: found 5, expected a list that is not empty"),
+        ({"layers": [{**LAYER, "tp": "x"}]}, "layers[0].tp: found 'x', expected a whole number >= 1"),
+        ({"layers": [LAYER, {**LAYER, "forward_s": -1}]}, "layers[1].forward_s: found -1, expected a number >= 0"),
+        ({"layers": [{**LAYER, "update_s": []}]}, "layers[0].update_s: found an empty list, expected a number >= 0"),
+        ({"format": "polygon-bench"}, "format: found 'polygon-bench', expected 'polygon-layer-profile'"),
+    ],
+)
+def test_a_profile_that_is_none_is_told_in_one_line(changes, message):
+    """Where, what was found, what is allowed; what the program wrote beside it is not looked at."""
+    good = {"format": "polygon-layer-profile", "device": "t4", "seq_len": 64, "layers": [LAYER], "torch": "2"}
+    assert kind_profile(good).device == "t4"
+    with pytest.raises(InputError) as refused:
+        kind_profile({**good, **changes})
+    assert str(refused.value) == message
 
 
 def test_a_profile_takes_the_device_model_s_place_in_a_plan_s_estimate():

@@ -17,7 +17,9 @@ from polygon.cost.convergence import NOTHING_SHOWN, TRAFFIC, QualityRow, rows
 from polygon.cost.memory import MemoryBreakdown
 from polygon.domain.message import LANGUAGES, Message, Violation, message_from, say, words
 from polygon.formats.serialization import format_json, parse_json
+from polygon.planning.checker import violations
 from polygon.planning.left_out import MEASURES, LeftOut
+from tests.planning.test_checker import BROKEN, LAYERS, problem_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "polygon").rglob("*.py"))
@@ -202,11 +204,37 @@ def test_a_message_comes_back_from_json():
     assert row["reason"] == violation and row["reason"].stage is None
 
 
+def test_numbers_that_no_float_holds_are_told():
+    """What a file may hold: a number of four hundred digits, and one of more than Python writes."""
+    assert say(Message("found.number", value=10**400)) == "> 1e+308"
+    assert say(Message("found.number", value=-(10**6000))) == "< -1e+308"
+    assert say(Message("expected.at_most", most=10**5000)) == "at most > 1e+308"
+
+
 def test_messages_are_equal_by_kind_and_arguments():
     """Not by their words; equal ones have one hash."""
     a, same = Message("idea.parity", level="known"), Message("idea.parity", level="known")
     assert a == same and hash(a) == hash(same) and len({a, same}) == 1
     assert a != Message("idea.parity", level="any") and a != Message("change.parity", level="known") and a != str(a)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("plan.layers", f"stage 1: layers [3, {LAYERS}), expected some from layer 2 on"),
+        (
+            "plan.recompute_blocks",
+            "stage 0: recompute_blocks 2 with recompute 'none', expected null, or at least 1 with selective or full",
+        ),
+        ("plan.link_twice", "links: r0 -> r1 is given 2 times"),
+        ("plan.compression", "link r0 -> r1: activations 'zip' is unknown"),
+        ("plan.never_regions", "stage 1: region r0, where a stage rule allows none of r0"),
+    ],
+)
+def test_broken_rules_name_the_place_as_the_file_does(kind, words):
+    """Regions by their names, fields by their keys, and what would be right."""
+    plan, asked, _ = BROKEN[kind]
+    assert words in [str(violation) for violation in violations(problem_of(**asked), plan)]
 
 
 BEHAVIOUR = (

@@ -6,9 +6,10 @@ import pytest
 
 from polygon import Batch, Cluster, Plan, Problem
 from polygon.bounds.lower_bound import lower_bound
+from polygon.cost.money import TrainingRun
 from polygon.domain.plan import LinkUse
 from polygon.domain.uniform import ParallelConfig, uniform_plan
-from polygon.messages.report import describe_plan, seconds, size
+from polygon.messages.report import columns, describe_plan, describe_run, seconds, size, table, written_out
 
 LAB = {"regions": [{"name": "lab", "nodes": [{"device": "t4", "count": 1, "devices_per_node": 2}]}]}
 
@@ -45,6 +46,36 @@ def test_what_is_packed_inside_a_region_is_told():
 def test_numbers_have_three_digits(value, time, weight):
     """Zeros at their ends too, as the page beside which they stand has them; and no power of ten."""
     assert (seconds(value), size(value)) == (time, weight)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.01184, "0.0118"), (9.2, "9.2"), (999.4, "999"), (999.6, "1,000"), (57_704.2, "57,704")],
+)
+def test_large_sums_are_no_powers_of_ten(value, text):
+    """Dollars of a long run were 8.998e+04, milliseconds of a slow split 2.3231e+05."""
+    assert written_out(value, 3) == text
+    run = TrainingRun(tokens=1e12, steps=7_629_395, seconds=2.4e6, usd=89_983.4, energy_j=3.7e10)
+    assert describe_run(run).endswith("27.8 days, 89,983 USD, at most 10,278 kWh")
+
+
+def test_columns_stand_below_one_another_whatever_the_script():
+    """Signs of East Asia are two columns wide; an accent that is put over a letter is none."""
+    assert [columns(text) for text in ("Zürich", "Zu\u0308rich", "東京")] == [6, 6, 4]
+    lines = table(["region", "because"], [["東京 区", "far"], ["Zürich", "near"]]).splitlines()
+    assert lines == ["region   because", "東京 区  far", "Zürich   near"]
+
+
+def test_devices_that_count_as_free_are_told():
+    """A sum of money is not read as a price that somebody gave; where all have one nothing is said."""
+    text = {}
+    for price in (0.0, 0.5):
+        node = {**LAB["regions"][0]["nodes"][0], "price_usd_per_hour": price}
+        problem = Problem(Cluster.from_dict({"regions": [{"name": "lab", "nodes": [node]}]}), "gpt2",
+                          Batch(global_batch=4, seq_len=128))  # fmt: skip
+        text[price] = Plan(problem, uniform_plan(problem.data, ParallelConfig(dp=2))).describe()
+    assert " kWh per step; t4 at 0 USD an hour\n" in text[0.0]
+    assert "at 0 USD" not in text[0.5] and " kWh per step\n" in text[0.5] + "\n"
 
 
 def test_shares_of_a_second_have_three_digits():

@@ -1,5 +1,7 @@
 """Plans whose steps are nearly as short: the surest, and the simplest."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.planning import robust
+from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.robust import options, simpler, surest
 from tests.linked_regions import cluster_of, small_gpt
@@ -44,6 +47,21 @@ def test_options_are_no_longer_than_said_and_not_too_many(met, monkeypatch):
     monkeypatch.setattr(robust, "MOST_PRICED", 1)
     [only] = options(problem, bills, tables, longest_s=steps[2])
     assert only.estimate.step_s == pytest.approx(steps[0], rel=0.05)
+
+
+def test_options_keep_the_limits_of_cost(met):
+    """What was met above a budget is not taken: the quickest plan is on twice as many devices."""
+    problem, tables, plans, bills = met
+    dearest, cheapest = (choose(bills, key=lambda pair: pair[0].usd_per_hour)[0] for choose in (max, min))
+    assert cheapest.usd_per_hour < dearest.usd_per_hour
+    limits = replace(problem.constraints, most_usd_per_hour=cheapest.usd_per_hour)
+    limited = replace(problem, constraints=limits)
+    own = tables.for_problem(limited)
+    found = options(limited, bills, own, longest_s=float("inf"))
+    assert 0 < len(found) < len(bills)
+    assert not any(violations(limited, option.plan, own) for option in found)
+    chosen = [surest(limited, plans["one"], bills, own), simpler(limited, plans["two stages"], bills, own)]
+    assert not any(option and violations(limited, option.plan, own) for option in chosen)
 
 
 def test_what_is_simpler_takes_hardly_longer(met, monkeypatch):

@@ -74,7 +74,11 @@ def test_bad_input_carries_its_parts(store):
     with pytest.raises(InputError) as fault:
         problem_of({**TOO_LARGE, "constraints": {"forbidden_regions": ["b"]}})
     message = fault.value.message
-    assert (message.kind, message["where"], message["found"]) == ("input.expected", "forbidden_regions", "'b'")
+    assert (message.kind, message["where"], message["found"]) == (
+        "input.expected",
+        "constraints.forbidden_regions",
+        "'b'",
+    )
     assert message["expected"] == Message("expected.one_of", words=("a",))
 
 
