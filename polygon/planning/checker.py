@@ -285,6 +285,8 @@ def _local_steps(problem: Problem, plan: Plan) -> list[Violation]:
         found.append(Violation("plan.local_steps_fp16", local_steps=steps))
     if any(len({worker.tp for worker in stage.workers}) > 1 for stage in plan.stages):
         found.append(Violation("plan.local_steps_tp", local_steps=steps))
+    elif plan.cuts_tied_unlike(problem.model):
+        found.append(Violation("plan.local_steps_tied", local_steps=steps))
     if any(stage.zero == 3 for stage in plan.stages):
         found.append(Violation("plan.local_steps_zero", local_steps=steps))
     if not plan.stays_in_regions(problem.cluster):
