@@ -291,7 +291,9 @@ def run(
     assert options.log_dir is not None
     make_folder(options.log_dir)
     if options.checkpoint_dir is not None:
-        prepare_folder(options.checkpoint_dir, resume=options.resume)
+        # A model of the user's own has sizes that the plan's does not say; its ranks know them.
+        model = problem.model if options.model_file is None else None
+        prepare_folder(options.checkpoint_dir, resume=options.resume, model=model, seed=options.seed)
     write_plan(options.log_dir / "plan.json", problem, plan)
     start_s = time.monotonic()
     guilty = launcher.run()

@@ -152,21 +152,64 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(name[1]) for name, path in named if name is not None and path.is_dir())
 
 
-def prepare_folder(directory: Path, *, resume: bool) -> None:
+def prepare_folder(directory: Path, *, resume: bool, model: Model | None = None, seed: int | None = None) -> None:
     """Make a folder for checkpoints where there is none.
+
+    Parameters
+    ----------
+    directory : Path
+    resume : bool
+        Whether a run goes on from what is there.
+    model, seed : optional
+        What is trained, where it is known, and the seed of the data's order.
 
     Raises
     ------
     InputError
-        It cannot be made, or holds those of another run, which then would pass for the newest of this one.
+        It cannot be made or written to, or holds those of another run, which then would pass for the newest of this
+        one, or of another model, which this one would write over.
     """
     make_folder(directory)
+    if not os.access(directory, os.W_OK):
+        raise InputError(f"--checkpoint-dir {directory}: found a folder that may not be written to")
     steps = steps_in(directory)
     if steps and not resume:
         raise InputError(
             f"--checkpoint-dir {directory}: found {step_directory(directory, steps[-1]).name} in it, expected "
             "--resume (of a recipe checkpoint.resume) to go on from there, or a folder without checkpoints"
         )
+    content = _newest_content(directory)
+    if content is None:
+        return
+    if model is not None:
+        require_same_model(content, directory, model)
+    if seed is not None:
+        require_same_seed(content["progress"]["seed"], directory, seed)
+
+
+def _newest_content(directory: Path) -> dict[str, Any] | None:
+    """Of the smallest whole file of a layer in the newest step that has one; None: there is none."""
+    for step in reversed(steps_in(directory)):
+        files = step_directory(directory, step).glob(f"*{SUFFIX}")
+        for path in sorted(files, key=lambda path: path.stat().st_size):
+            try:
+                return dict(read_file(path))
+            except DamagedError:
+                continue
+    return None
+
+
+def require_same_model(content: Mapping[str, Any], directory: Path, model: Model) -> None:
+    """Require a file of the model that is trained; `InputError` names the first field that differs."""
+    found, expected = _shape_of(saved_model(content, directory)), _shape_of(model)
+    for key in expected:
+        if key != "notes" and found[key] != expected[key]:
+            raise InputError(f"{directory}: model.{key}: found {found[key]!r}, expected {expected[key]!r}")
+
+
+def require_same_seed(found: int, directory: Path, seed: int) -> None:
+    """Require the order of the data that the saved run had."""
+    require(found == seed, f"{directory}: seed of the data order", found, f"{seed} (--seed)")
 
 
 class Checkpoints:
@@ -311,11 +354,7 @@ class Checkpoints:
             if stem not in by_file:
                 by_file[stem] = read_file(step_directory(self.directory, step) / f"{stem}{SUFFIX}")
             content = by_file[stem]
-            found, expected = _shape_of(saved_model(content, self.directory)), _shape_of(self.model)
-            different = [key for key in expected if found[key] != expected[key]]
-            if different:
-                key = different[0]
-                raise InputError(f"{self.directory}: model.{key}: found {found[key]!r}, expected {expected[key]!r}")
+            require_same_model(content, self.directory, self.model)
             self._require_same_additions(content)
             progress = SavedProgress(**content["progress"])
             if canonical(self.model, name) not in content["parameters"]:
@@ -325,7 +364,7 @@ class Checkpoints:
             self._store.set("progress", json.dumps(asdict(progress)))
         else:
             progress = SavedProgress(**json.loads(self._store.get("progress")))
-        require(progress.seed == seed, f"{self.directory}: seed of the data order", progress.seed, f"{seed} (--seed)")
+        require_same_seed(progress.seed, self.directory, seed)
         return progress, states
 
     def _require_same_additions(self, content: Mapping[str, Any]) -> None:
