@@ -147,6 +147,6 @@ def _check_exchange(problem: Problem, plan: Plan) -> None:
     if (plan.local_steps > 1 or servers) and plan.cuts_tied_unlike(problem.model):
         ends = [stage.workers[0].tp for stage in (plan.stages[0], plan.stages[-1])]
         raise InputError(
-            f"plan.stages: found tp {ends[0]} in the first and {ends[1]} in the last, which share the embedding, expected "
-            "equal ones (with local steps or servers)"
+            f"plan.stages: found tp {ends[0]} in the first and {ends[1]} in the last, which share the embedding, "
+            "expected equal ones (with local steps or servers)"
         )

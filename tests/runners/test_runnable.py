@@ -86,7 +86,9 @@ def test_a_shared_embedding_is_cut_alike_with_local_steps_and_servers(changes):
     apart = replace(problem, model=small_model(tied_embeddings=False))
     check_runnable(apart, replace(plan, **changes))
     assert can_take_local_steps(apart, plan) and not can_take_local_steps(problem, plan)
-    with pytest.raises(InputError, match=r"plan\.stages: found tp 2 in the first and 1 in the last, which share the emb"):
+    with pytest.raises(
+        InputError, match=r"plan\.stages: found tp 2 in the first and 1 in the last, which share the emb"
+    ):
         check_runnable(problem, replace(plan, **changes))
 
 
