@@ -88,7 +88,7 @@ def test_another_program_at_the_meeting_point_is_named():
 
 def test_a_host_name_that_nobody_knows_is_named_by_rank_0_too():
     """As by the others, and not as a connection that timed out."""
-    with pytest.raises(InputError, match="--dist-url: found host 'no-such-host.invalid'"):
+    with pytest.raises(InputError, match=r"--dist-url: found host 'no-such-host.invalid'"):
         open_store("no-such-host.invalid", free_port(), 0, PATIENCE_S)
 
 
