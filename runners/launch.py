@@ -297,7 +297,10 @@ def run(
     write_plan(options.log_dir / "plan.json", problem, plan)
     start_s = time.monotonic()
     guilty = launcher.run()
-    write_trace(problem, plan, options.log_dir)
+    try:
+        write_trace(problem, plan, options.log_dir)
+    except InputError as error:  # a full disk: what was trained is none the worse, and its figures are to be seen
+        say(str(error))
     if launcher.interrupted:
         # A rank that was asked to end and did so says which signal it was; another code is one that could not save.
         unsaved = [rank for rank in launcher.ranks if rank.status is not None and rank.severity() == 3]

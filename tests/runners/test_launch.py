@@ -86,6 +86,17 @@ def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(tmp_path):
     assert re.search(r"\[rank 0\] step +11 +loss", done.stderr)
 
 
+def test_figures_are_shown_where_trace_and_lines_of_steps_cannot_be_written(tmp_path):
+    """As on a full disk: training has ended well, and one line each says what is missing."""
+    write_plan(tmp_path / "plan.json", *routed_problem(1))
+    for name in ("trace.json", "run.jsonl"):
+        (tmp_path / "log" / name).mkdir(parents=True)
+    code, out, said = ran(launch, [tmp_path / "plan.json", "--steps", "2", "--log-dir", "log", "--json"], tmp_path)
+    assert code == 0 and json.loads(out)["steps"] == 2, said
+    assert "log/trace.json: cannot be written: Is a directory" in said
+    assert "log/run.jsonl: cannot be written: Is a directory" in said
+
+
 def test_a_run_with_no_step_left_says_so(tmp_path):
     """Resumed when its checkpoint had all steps, as a job that is put back into its queue may be."""
     problem, plan = routed_problem(2)
