@@ -267,9 +267,12 @@ def read_data_once(problem: Problem, options: Options) -> None:
     """Find what is wrong with the data before ranks start, and prepare what all of them read."""
     if options.model_file is not None:  # it may bring its own
         return
+    from runners.data.samples import digest_of
     from runners.data.sources import training_and_held_out
 
-    training_and_held_out(problem.model, problem.batch.seq_len, options.seed, options.data)
+    for samples in training_and_held_out(problem.model, problem.batch.seq_len, options.seed, options.data):
+        if samples is not None:
+            digest_of(samples)  # reads some: of the wrong type of numbers or tokenizer, these are wrong
 
 
 def run(
