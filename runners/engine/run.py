@@ -11,7 +11,7 @@ from polygon_comm.accelerator import Accelerator
 from polygon_comm.transport import PeerLostError
 from torch.profiler import record_function
 
-from polygon.domain.errors import require
+from polygon.domain.errors import InputError, require
 from polygon.domain.plan import Plan, Problem
 from runners.data.samples import Samples, Shuffled, digest_of
 from runners.data.sources import training_and_held_out
@@ -35,7 +35,7 @@ from runners.engine.runnable import check_runnable
 from runners.engine.trackers import open_trackers
 from runners.engine.training import Training
 from runners.engine.user_model import OwnModel, content_digest, own_problem
-from runners.traces.record import FOLDER as PROFILE_FOLDER
+from runners.traces.kineto import FOLDER as PROFILE_FOLDER
 from runners.traces.record import Recorder
 
 
@@ -160,6 +160,9 @@ def _material(
         require(options.data.packing == "stream", "--packing", options.data.packing, expected)
         problem, code = own_problem(problem, plan, options.model_file), code + content_digest(options.model_file)
         own = OwnModel(options.model_file, options.seed, problem.model.layers)
+        for option, asked in (("--data", options.data.paths), ("--validate-every", options.validate_every)):
+            if own.samples is not None and asked:
+                raise InputError(f"{option}: found with {options.model_file}, which has samples, expected one of them")
         samples = samples or own.samples
     if options.weights is not None:
         code += weights_digest(options.weights)
