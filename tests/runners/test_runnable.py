@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from polygon.domain.block import LatentAttention
 from polygon.domain.errors import InputError
 from polygon.domain.model import SPECIAL, Batch, Model
-from polygon.domain.plan import RECOMPUTE, Problem, Worker
+from polygon.domain.plan import RECOMPUTE, LinkUse, Problem, Worker
 from polygon.domain.uniform import SCHEDULES, ParallelConfig, uniform_plan
 from polygon.formats import catalogue, files
 from polygon.planning.checker import violations
@@ -90,6 +90,37 @@ def test_a_shared_embedding_is_cut_alike_with_local_steps_and_servers(changes):
         InputError, match=r"plan\.stages: found tp 2 in the first and 1 in the last, which share the emb"
     ):
         check_runnable(problem, replace(plan, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "message"),
+    [
+        ({}, {"first_layer": 3}, r"plan: stage 1: layers \[3, 6\)"),
+        ({}, {"last_layer": 5}, "plan: stages end at layer 5, the model has 6"),
+        ({"micro_batch_size": 3}, {}, "plan: 8 micro-batches"),
+        ({}, {"zero": 7}, "plan: stage 1: .*7"),
+        ({}, {"recompute": "half"}, "plan: stage 1: .*half"),
+        ({"reduction": "gossip"}, {}, "plan: .*gossip"),
+        ({"local_steps": 0}, {}, "plan: .*0"),
+        (
+            {"links": (LinkUse(source=0, target=1, activations="zip"),)},
+            {},
+            r"plan\.links\[0\]\.activations: found 'zip', ",
+        ),
+        (
+            {"links": (LinkUse(source=0, target=1, streams=0),)},
+            {},
+            r"plan\.links\[0\]\.streams: found 0, expected a whole",
+        ),
+    ],
+)
+def test_what_is_no_plan_for_the_model_and_batch_is_refused(changes, stage, message):
+    """Layers that are left out or there twice, another batch, words that mean nothing: none is trained in silence."""
+    problem, plan = routed_problem(2)
+    check_runnable(problem, plan)
+    broken = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], **stage)), **changes)
+    with pytest.raises(InputError, match=message):
+        check_runnable(problem, broken)
 
 
 def test_a_model_of_ones_own_has_no_8_bit_products():
