@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.transport import PeerLostError
+from torch.distributed import Store
 from torch.profiler import record_function
 
 from polygon.domain.errors import InputError, require
@@ -109,6 +111,7 @@ def train(
         store = open_store(host, port, rank, options.timeout_s, listen_fd)
         address = own_address(host, port)
         agree(store, rank, plan.world_size, run_digest(problem, plan, options), code, digest_of(samples), address)
+        options = _with_common_log_dir(options, store, rank)
         watch = Watch(
             rank,
             layout.watched(rank),
@@ -136,6 +139,17 @@ def train(
                 raise
             raise failure from error
     return training.progress.step >= options.steps
+
+
+def _with_common_log_dir(options: Options, store: Store, rank: int) -> Options:
+    """The options with rank 0's name of the log directory, where the user gave none."""
+    if options.log_dir is None:
+        return options
+    if rank == 0:
+        store.set("log_dir", options.log_dir.name)
+    if options.log_dir_named:
+        return options
+    return replace(options, log_dir=options.log_dir.with_name(store.get("log_dir").decode()))
 
 
 class _Material(NamedTuple):
