@@ -10,6 +10,8 @@ of it: the order of the data goes on where it stopped, whatever plan continues.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -212,6 +214,25 @@ def require_same_seed(found: int, directory: Path, seed: int) -> None:
     require(found == seed, f"{directory}: seed of the data order", found, f"{seed} (--seed)")
 
 
+def _owned(directory: Path) -> int | None:
+    """A file descriptor that keeps a folder for this process while it is open; None on file systems without locks.
+
+    Raises
+    ------
+    InputError
+        Another run writes there: a step would have layers of both, and pass for whole.
+    """
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(held)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        raise InputError(f"--checkpoint-dir {directory}: found another run that writes there, expected none") from None
+    return held
+
+
 class Checkpoints:
     """Writes and reads one rank's part of the checkpoints in a directory.
 
@@ -246,6 +267,7 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._whole: int | None = None
         """Newest step that all ranks are known to have saved."""
+        self._own = _owned(directory) if rank == 0 else None
 
     def save(
         self, progress: SavedProgress, files: Mapping[str, Mapping[str, Mapping[str, Any]]], owed: Mapping[str, Any]
@@ -312,6 +334,9 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
+            if self._own is not None:
+                os.close(self._own)
+                self._own = None
 
     def usable(self, stems: Iterable[str]) -> tuple[list[int], list[str]]:
         """Steps whose files of these layers are whole, oldest first, and what is wrong with the others."""

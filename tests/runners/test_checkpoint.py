@@ -1,6 +1,7 @@
 """Laws of checkpoints, on real ranks: any plan goes on where any other stopped; damage falls back."""
 
 import dataclasses
+import fcntl
 import os
 import re
 import resource
@@ -269,6 +270,19 @@ def test_a_folder_that_may_not_be_written_to_is_refused_before_training(tmp_path
     monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
     with pytest.raises(InputError, match="found a folder that may not be written to"):
         prepare_folder(tmp_path, resume=False)
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(tmp_path):
+    """Two at once would mix their layers in one step; the second is refused until the first has ended."""
+    options = Options(steps=1, checkpoint_dir=tmp_path)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(RuntimeError, match=r"--checkpoint-dir .*: found another run that writes there, expected none"):
+        run_ranks(run_rank, 1, *routed_problem(1), options)
+    os.close(held)
+    run_ranks(run_rank, 1, *routed_problem(1), options)
+    run_ranks(run_rank, 1, *routed_problem(1), dataclasses.replace(options, steps=2, resume=True))
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_file_appears_whole_or_not_at_all(tmp_path):
