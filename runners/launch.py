@@ -325,7 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem, plan = read_run(arguments)
         options = replace(options_from(arguments), device=arguments.device)
         widths = "-".join(str(stage.width) for stage in plan.stages)
-        say(f"{plan.world_size} ranks in stages of widths {widths}, {plan.micro_batches} micro-batches a step")
+        ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
+        say(f"{ranks} in stages of widths {widths}, {plan.micro_batches} micro-batches a step")
         code, summary = run(problem, plan, options)
     except PolygonError as error:
         say(f"launch: {error}")
