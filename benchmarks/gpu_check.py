@@ -44,8 +44,8 @@ from polygon.formats.catalogue import device as known_device
 from polygon.formats.catalogue import runtime
 from polygon.formats.files import read_plan, write_plan
 from runners.profile_layers import processor_name
+from runners.traces.kineto import FOLDER as PROFILE_FOLDER
 from runners.traces.kineto import GPU_CATEGORIES, load
-from runners.traces.record import FOLDER as PROFILE_FOLDER
 from runners.traces.record import trace_name
 
 ROOT = Path(__file__).resolve().parents[1]

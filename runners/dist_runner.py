@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,9 +27,11 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
 from polygon.commands.cli import ProgramParser, handled_signals, stop_signals
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
+from polygon.formats.files import make_folder, write_plan
+from polygon.formats.run_log import rank_log
 from runners.engine.arguments import add_training_options, options_from, read_run
 from runners.engine.options import Options
-from runners.engine.summary import format_validation
+from runners.engine.summary import format_validation, print_summary, summarise, write_trace
 
 if TYPE_CHECKING:
     from runners.data.samples import Samples, Shuffled
@@ -150,6 +153,29 @@ def run_rank(
     return 0 if finished else 128 + (received or [signal.SIGTERM])[0]
 
 
+def keep_plan(problem: Problem, plan: Plan, folder: Path) -> None:
+    """Write the plan as it is run beside the logs; where that fails a line says so, and training goes on."""
+    try:
+        make_folder(folder)
+        write_plan(folder / "plan.json", problem, plan)
+    except InputError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+
+
+def sum_up(problem: Problem, plan: Plan, folder: Path, seconds: float) -> None:
+    """Trace, lines of steps and figures of all ranks, as the launcher has them, where their logs are in one folder."""
+    missing = [rank for rank in range(plan.world_size) if not rank_log(folder, rank).is_file()]
+    if missing:
+        what = f"rank-{missing[0]}.jsonl" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        print(f"{folder}: {what} are on other hosts: no figures of all ranks", file=sys.stderr)  # noqa: T201
+        return
+    try:
+        write_trace(problem, plan, folder)
+    except InputError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+    print_summary(summarise(problem, plan, folder) | {"wall_s": seconds}, as_json=False)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit code: 0 fine, 1 a peer was lost, 2 bad input, 128 + n stopped by signal n."""
     arguments = make_parser().parse_args(argv)
@@ -160,7 +186,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.dist_url, arguments.world_size, arguments.rank, os.environ
         )
         check_place(plan, world_size, rank)
-        return run_rank(problem, plan, rank, host, port, options)
+        folder, start_s = options.log_dir, time.monotonic()
+        if rank > 0 or folder is None:
+            return run_rank(problem, plan, rank, host, port, options)
+        code = run_rank(problem, plan, rank, host, port, options, before_steps=lambda: keep_plan(problem, plan, folder))
+        if code == 0:
+            sum_up(problem, plan, folder, time.monotonic() - start_s)
+        return code
     except PolygonError as error:
         print(f"dist_runner: {error}", file=sys.stderr)  # noqa: T201
         return 2 if isinstance(error, InputError) else 1

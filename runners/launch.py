@@ -267,9 +267,12 @@ def read_data_once(problem: Problem, options: Options) -> None:
     """Find what is wrong with the data before ranks start, and prepare what all of them read."""
     if options.model_file is not None:  # it may bring its own
         return
+    from runners.data.samples import digest_of
     from runners.data.sources import training_and_held_out
 
-    training_and_held_out(problem.model, problem.batch.seq_len, options.seed, options.data)
+    for samples in training_and_held_out(problem.model, problem.batch.seq_len, options.seed, options.data):
+        if samples is not None:
+            digest_of(samples)  # reads some: of the wrong type of numbers or tokenizer, these are wrong
 
 
 def run(
@@ -291,11 +294,16 @@ def run(
     assert options.log_dir is not None
     make_folder(options.log_dir)
     if options.checkpoint_dir is not None:
-        prepare_folder(options.checkpoint_dir, resume=options.resume)
+        # A model of the user's own has sizes that the plan's does not say; its ranks know them.
+        model = problem.model if options.model_file is None else None
+        prepare_folder(options.checkpoint_dir, resume=options.resume, model=model, seed=options.seed)
     write_plan(options.log_dir / "plan.json", problem, plan)
     start_s = time.monotonic()
     guilty = launcher.run()
-    write_trace(problem, plan, options.log_dir)
+    try:
+        write_trace(problem, plan, options.log_dir)
+    except InputError as error:  # a full disk: what was trained is none the worse, and its figures are to be seen
+        say(str(error))
     if launcher.interrupted:
         # A rank that was asked to end and did so says which signal it was; another code is one that could not save.
         unsaved = [rank for rank in launcher.ranks if rank.status is not None and rank.severity() == 3]
@@ -317,7 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem, plan = read_run(arguments)
         options = replace(options_from(arguments), device=arguments.device)
         widths = "-".join(str(stage.width) for stage in plan.stages)
-        say(f"{plan.world_size} ranks in stages of widths {widths}, {plan.micro_batches} micro-batches a step")
+        ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
+        say(f"{ranks} in stages of widths {widths}, {plan.micro_batches} micro-batches a step")
         code, summary = run(problem, plan, options)
     except PolygonError as error:
         say(f"launch: {error}")

@@ -298,6 +298,10 @@ class Plan:
         """Whether all workers of the first and of the last stage have one tensor-parallel degree."""
         return len({worker.tp for stage in (self.stages[0], self.stages[-1]) for worker in stage.workers}) == 1
 
+    def cuts_tied_unlike(self, model: Model) -> bool:
+        """Whether embedding and head share a weight that the first and the last stage cut differently."""
+        return model.tied_embeddings and model.family != "vit" and len(self.stages) > 1 and not self.ends_alike
+
     @cached_property
     def device_ranks(self) -> dict[int, int]:
         """Rank of every used device: used devices in the order of their numbers, so a node's ranks are consecutive."""

@@ -34,7 +34,7 @@ def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -
     Checks layers, workers, devices, routes, spans, links, constraints and memory. Kinds and their words are in
     `polygon/domain/words.json`, from `plan.layers` on.
     """
-    found = _structure(problem, plan)
+    found = faults_of_structure(problem, plan)
     if found:
         return found
     found += _links(problem, plan)
@@ -64,7 +64,8 @@ def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -
     return found
 
 
-def _structure(problem: Problem, plan: Plan) -> list[Violation]:
+def faults_of_structure(problem: Problem, plan: Plan) -> list[Violation]:
+    """What makes a plan none for its model and batch, whatever it costs and whatever is allowed."""
     found = []
     cluster, model = problem.cluster, problem.model
     next_layer = 0
@@ -291,6 +292,8 @@ def _local_steps(problem: Problem, plan: Plan) -> list[Violation]:
         found.append(Violation("plan.local_steps_fp16", local_steps=steps))
     if any(len({worker.tp for worker in stage.workers}) > 1 for stage in plan.stages):
         found.append(Violation("plan.local_steps_tp", local_steps=steps))
+    elif plan.cuts_tied_unlike(problem.model):
+        found.append(Violation("plan.local_steps_tied", local_steps=steps))
     if any(stage.zero == 3 for stage in plan.stages):
         found.append(Violation("plan.local_steps_zero", local_steps=steps))
     if not plan.stays_in_regions(problem.cluster):

@@ -565,6 +565,7 @@ def nested(problem: Problem) -> list[Allowed]:
 def can_take_local_steps(problem: Problem, plan: Plan) -> bool:
     """Whether the regions of a plan can train by themselves for some steps (what the runner can do of it)."""
     alike = all(len({worker.tp for worker in stage.workers}) == 1 and stage.zero < 3 for stage in plan.stages)
+    alike = alike and not plan.cuts_tied_unlike(problem.model)
     return alike and problem.batch.precision != "fp16" and plan.stays_in_regions(problem.cluster)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -198,21 +198,45 @@ def _stretches(path: Path) -> Iterator[str]:
         raise InputError(f"{path}: {error}, expected text in UTF-8") from None
 
 
+def text_files(folder: Path) -> list[Path]:
+    """The texts of a folder that holds no tables, in the order in which they are read; none of anything else."""
+    if not folder.is_dir() or any(is_table(file) for file in folder.rglob("*") if file.is_file()):
+        return []
+    return sorted(file for file in folder.rglob("*.txt") if file.is_file())
+
+
+def _document_a_file(files: Sequence[Path], encode: _Encode) -> Iterator[tuple[np.ndarray, bool]]:
+    """Tokens of texts a stretch at a time, and whether it goes on the document before; marked where a file ends."""
+    for file in files:
+        goes_on, before = False, None
+        for stretch in _stretches(file):
+            if before is not None:
+                yield from ((tokens, goes_on) for tokens in encode([before], False))
+                goes_on = True
+            before = stretch
+        if before is not None:
+            yield from ((tokens, goes_on) for tokens in encode([before], True))
+
+
 def _write(
     path: Path, column: str | None, part: str, into: Path, vocab_size: int, encoder: Callable[[], _Encode]
 ) -> None:
     """Write all documents; a text file is one. A line on stderr every now and then."""
     encode = encoder()
-    table = path.is_dir() or is_table(path)
-    texts = (tokens for stretch in _stretches(path) for tokens in encode([stretch], False))
-    documents = _rows(path, column, part, encode) if table else texts
+    documents: Iterator[tuple[np.ndarray, bool]]
+    if texts := text_files(path):
+        documents = _document_a_file(texts, encode)
+    elif path.is_dir() or is_table(path):
+        documents = ((tokens, False) for tokens in _rows(path, column, part, encode))
+    else:
+        documents = ((tokens, True) for stretch in _stretches(path) for tokens in encode([stretch], False))
     said_s = time.monotonic()
     with TokenWriter(into / "tokens", vocab_size - 1) as writer:
-        for number, tokens in enumerate(documents):
+        for number, (tokens, goes_on) in enumerate(documents):
             least, most = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
             worst, allowed = least if least < 0 else most, f"0..{vocab_size - 1}, those of the model"
             require(0 <= worst < vocab_size, f"{path}: document {number}: token", worst, allowed)
-            writer.add(tokens, goes_on=not table)
+            writer.add(tokens, goes_on=goes_on)
             if time.monotonic() - said_s > SAY_EVERY_S:
                 said_s = time.monotonic()
                 text = f"{path}: {number + 1:,} documents, {writer.tokens:,} tokens prepared"

@@ -15,7 +15,7 @@ import numpy as np
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
 from runners.data.choice import DataChoice
-from runners.data.documents import open_documents, require_bytes
+from runners.data.documents import open_documents, require_bytes, text_files
 from runners.data.mixture import Mixture, Together
 from runners.data.packing import PackedSamples
 from runners.data.samples import ImageSamples, Samples, Shuffled, TextSamples, TokenSamples, hold_out
@@ -85,7 +85,8 @@ def open_corpus(path: Path, model: Model, data: DataChoice, part: str) -> Corpus
         files = sorted(file for file in path.iterdir() if file.suffix == ".bin" and file.is_file())
         if files:
             return joined(str(path), [open_tokens(file, data.token_type) for file in files])
-        files_of(path, part)
+        if not text_files(path):
+            files_of(path, part)
         return _documents(path, model, data, part)
     if is_table(path):
         if not path.is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 
 from polygon.domain.errors import InputError
@@ -298,12 +299,15 @@ def options_from(arguments: argparse.Namespace) -> Options:
         emulate_devices=arguments.emulate_devices,
         track=tuple(arguments.track),
         log_dir=arguments.log_dir or default_log_dir(arguments.plan),
+        log_dir_named=arguments.log_dir is not None,
     )
 
 
 def default_log_dir(plan: Path) -> Path:
-    """A directory for this run, below the current one."""
-    return Path("out") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """A directory for this run, below the current one; another one than that of a run of the same second."""
+    folder = Path("out") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(free for free in chain([folder], others) if not free.exists())
 
 
 def require_torch() -> None:

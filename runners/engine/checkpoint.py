@@ -10,6 +10,8 @@ of it: the order of the data goes on where it stopped, whatever plan continues.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -152,21 +154,83 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(name[1]) for name, path in named if name is not None and path.is_dir())
 
 
-def prepare_folder(directory: Path, *, resume: bool) -> None:
+def prepare_folder(directory: Path, *, resume: bool, model: Model | None = None, seed: int | None = None) -> None:
     """Make a folder for checkpoints where there is none.
+
+    Parameters
+    ----------
+    directory : Path
+    resume : bool
+        Whether a run goes on from what is there.
+    model, seed : optional
+        What is trained, where it is known, and the seed of the data's order.
 
     Raises
     ------
     InputError
-        It cannot be made, or holds those of another run, which then would pass for the newest of this one.
+        It cannot be made or written to, or holds those of another run, which then would pass for the newest of this
+        one, or of another model, which this one would write over.
     """
     make_folder(directory)
+    if not os.access(directory, os.W_OK):
+        raise InputError(f"--checkpoint-dir {directory}: found a folder that may not be written to")
     steps = steps_in(directory)
     if steps and not resume:
         raise InputError(
             f"--checkpoint-dir {directory}: found {step_directory(directory, steps[-1]).name} in it, expected "
             "--resume (of a recipe checkpoint.resume) to go on from there, or a folder without checkpoints"
         )
+    content = _newest_content(directory)
+    if content is None:
+        return
+    if model is not None:
+        require_same_model(content, directory, model)
+    if seed is not None:
+        require_same_seed(content["progress"]["seed"], directory, seed)
+
+
+def _newest_content(directory: Path) -> dict[str, Any] | None:
+    """Of the smallest whole file of a layer in the newest step that has one; None: there is none."""
+    for step in reversed(steps_in(directory)):
+        files = step_directory(directory, step).glob(f"*{SUFFIX}")
+        for path in sorted(files, key=lambda path: path.stat().st_size):
+            try:
+                return dict(read_file(path))
+            except DamagedError:
+                continue
+    return None
+
+
+def require_same_model(content: Mapping[str, Any], directory: Path, model: Model) -> None:
+    """Require a file of the model that is trained; `InputError` names the first field that differs."""
+    found, expected = _shape_of(saved_model(content, directory)), _shape_of(model)
+    for key in expected:
+        if key != "notes" and found[key] != expected[key]:
+            raise InputError(f"{directory}: model.{key}: found {found[key]!r}, expected {expected[key]!r}")
+
+
+def require_same_seed(found: int, directory: Path, seed: int) -> None:
+    """Require the order of the data that the saved run had."""
+    require(found == seed, f"{directory}: seed of the data order", found, f"{seed} (--seed)")
+
+
+def _owned(directory: Path) -> int | None:
+    """A file descriptor that keeps a folder for this process while it is open; None on file systems without locks.
+
+    Raises
+    ------
+    InputError
+        Another run writes there: a step would have layers of both, and pass for whole.
+    """
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(held)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        raise InputError(f"--checkpoint-dir {directory}: found another run that writes there, expected none") from None
+    return held
 
 
 class Checkpoints:
@@ -203,6 +267,7 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._whole: int | None = None
         """Newest step that all ranks are known to have saved."""
+        self._own = _owned(directory) if rank == 0 else None
 
     def save(
         self, progress: SavedProgress, files: Mapping[str, Mapping[str, Mapping[str, Any]]], owed: Mapping[str, Any]
@@ -269,6 +334,9 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
+            if self._own is not None:
+                os.close(self._own)
+                self._own = None
 
     def usable(self, stems: Iterable[str]) -> tuple[list[int], list[str]]:
         """Steps whose files of these layers are whole, oldest first, and what is wrong with the others."""
@@ -311,11 +379,7 @@ class Checkpoints:
             if stem not in by_file:
                 by_file[stem] = read_file(step_directory(self.directory, step) / f"{stem}{SUFFIX}")
             content = by_file[stem]
-            found, expected = _shape_of(saved_model(content, self.directory)), _shape_of(self.model)
-            different = [key for key in expected if found[key] != expected[key]]
-            if different:
-                key = different[0]
-                raise InputError(f"{self.directory}: model.{key}: found {found[key]!r}, expected {expected[key]!r}")
+            require_same_model(content, self.directory, self.model)
             self._require_same_additions(content)
             progress = SavedProgress(**content["progress"])
             if canonical(self.model, name) not in content["parameters"]:
@@ -325,7 +389,7 @@ class Checkpoints:
             self._store.set("progress", json.dumps(asdict(progress)))
         else:
             progress = SavedProgress(**json.loads(self._store.get("progress")))
-        require(progress.seed == seed, f"{self.directory}: seed of the data order", progress.seed, f"{seed} (--seed)")
+        require_same_seed(progress.seed, self.directory, seed)
         return progress, states
 
     def _require_same_additions(self, content: Mapping[str, Any]) -> None:

@@ -105,7 +105,8 @@ class Watch:
 
     def _meet(self, neighbours: list[int], store: Store, address: str) -> None:
         """Connect to neighbours of lower rank, then accept those of higher rank."""
-        with socket.create_server((address, 0), backlog=len(neighbours) + 1) as listener:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=len(neighbours) + 1) as listener:
             store.set(f"watch/{self.rank}", json.dumps([address, listener.getsockname()[1]]))
             for rank in (r for r in neighbours if r < self.rank):
                 host, port = json.loads(store.get(f"watch/{rank}"))

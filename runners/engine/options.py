@@ -97,6 +97,8 @@ class Options:
     """Steps before those; it slows the last of them down."""
     device: str = "auto"
     log_dir: Path | None = None
+    log_dir_named: bool = True
+    """Whether the user said which; else it is called as rank 0 calls it, which need not begin in the same second."""
     track: tuple[str, ...] = ()
     """Trackers (see `runners.engine.trackers`) that rank 0 tells the figures of all ranks."""
     emulate_links: bool = False
@@ -163,7 +165,7 @@ class Options:
 
     def shared(self) -> dict[str, object]:
         """The choices that must be the same on all ranks."""
-        own = ("device", "log_dir", "data", "model_file", "weights", "checkpoint_dir")
+        own = ("device", "log_dir", "log_dir_named", "data", "model_file", "weights", "checkpoint_dir")
         # Each rank may save where it likes, but all save or none: they wait for one another's files.
         shared: dict[str, object] = {"saves": self.checkpoint_dir is not None}
         return shared | {key: str(value) for key, value in asdict(self).items() if key not in own}

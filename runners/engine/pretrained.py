@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from polygon.domain.errors import InputError, require
+from polygon.domain.errors import InputError, Phrase, require
 from polygon.domain.model import Model
 from polygon.formats.files import read_json, read_model
 from runners.engine.architectures import Place, architecture_of, check_config
@@ -23,6 +23,8 @@ from runners.engine.architectures import Place, architecture_of, check_config
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LOOKED_AT_BYTES = 1 << 16
+NUMBERS = ("F64", "F32", "BF16", "F16")
+"""Types of tensors, as safetensors calls them, that weights may have."""
 HEAD, EMBEDDING = "head.output.weight", "embedding.tokens.weight"
 
 
@@ -66,9 +68,13 @@ class Pretrained:
         index = self.folder / INDEX
         if index.exists():
             try:
-                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{index}: {error!r}, expected an index of safetensors files") from None
+            for name, file in files.items():
+                if file != Path(str(file)).name:  # of this folder: the index may come from a stranger
+                    raise InputError(f"{index}: {name}: found {file!r}, expected the name of a file in the same folder")
+            return files
         if not (self.folder / SINGLE).exists():
             raise InputError(f"weights: {self.folder}: found no {SINGLE} and no {INDEX}")
         return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
@@ -96,6 +102,9 @@ class Pretrained:
         expected = expected[::-1] if place.transposed else expected
         where = f"{self.folder / path}: {place.name}: shape"
         require(found.get_shape() == expected, where, tuple(found.get_shape()), str(tuple(expected)))
+        # Quantised ones mean nothing without their factors, and trained they would lose what they are.
+        kinds = f"one of {', '.join(NUMBERS)} (weights that are not quantised)"
+        require(found.get_dtype() in NUMBERS, where.removesuffix("shape") + "type", Phrase(found.get_dtype()), kinds)
         return place, found
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -182,7 +191,8 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except _errors() as error:
-        raise InputError(f"{path}: {error}, expected a safetensors file") from None
+        reason = getattr(error, "strerror", None) or str(error).partition(f": {path}")[0]
+        raise InputError(f"{path}: {reason}, expected a safetensors file") from None
 
 
 def check_same(found: Model, model: Model, where: str) -> None:

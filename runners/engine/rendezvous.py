@@ -8,9 +8,12 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from polygon_comm.transport import local_address
@@ -25,6 +28,8 @@ ASK_AGAIN_S = 0.2
 """Between two tries to reach a rank 0 that has not started yet."""
 QUIET_S = 5.0
 """After so long one line says what is waited for."""
+NAMED = 8
+"""Of ranks that are missing, at most so many are named."""
 
 
 class RunFailedError(PolygonError):
@@ -39,17 +44,50 @@ def open_store(host: str, port: int, rank: int, timeout_s: float, listen_fd: int
     timeout = timedelta(seconds=timeout_s)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeper = rank == 0 and not agent
-    if not keeper:
+    if keeper:
+        _require_known(host, port)
+    else:
         _reach(rank, host, port, timeout_s)
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
+    made = partial(TCPStore, host, port, None, keeper, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
     try:
-        store = TCPStore(host, port, None, keeper, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+        store = made() if keeper else _answered(made, host, port, timeout_s)
         return PrefixStore(f"polygon/{start}", store)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in reason:
             raise InputError(f"--dist-url: found port {port} in use by another program, expected a free one") from error
         raise RunFailedError(f"rank {rank}: no meeting point at tcp://{host}:{port}: {reason}") from error
+
+
+def _require_known(host: str, port: int) -> None:
+    """Raise `InputError` for a host that has no address: rank 0 itself comes to its meeting point by that name."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise InputError(
+            f"--dist-url: found host {host!r} ({error.strerror}: no host of that name), expected this machine's"
+        ) from None
+
+
+def _answered(connect: Callable[[], TCPStore], host: str, port: int, timeout_s: float) -> TCPStore:
+    """What `connect` returns; torch waits for ever for an answer where another program than rank 0 listens."""
+    made: Future[TCPStore] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(connect())
+        except BaseException as error:  # noqa: BLE001 - handed on to who waits
+            made.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="meeting point").start()
+    try:
+        return made.result(timeout_s)
+    except TimeoutError:
+        raise InputError(
+            f"--dist-url: found a program at tcp://{host}:{port} that does not answer as rank 0 does in {timeout_s:g}"
+            " s, expected rank 0 (is the port another program's?)"
+        ) from None
 
 
 def _reach(rank: int, host: str, port: int, timeout_s: float) -> None:
@@ -181,7 +219,7 @@ def _verdict(store: Store, world_size: int, digests: dict[str, str]) -> str:
             if store.check(["twice"]):
                 return store.get("twice").decode()
             if time.monotonic() > deadline_s:
-                return f"rank {other} did not come"
+                return _missing(store, world_size)
             time.sleep(ASK_AGAIN_S / 4)
         found = json.loads(store.get(f"digest/{other}"))
         for what, digest in digests.items():
@@ -189,6 +227,17 @@ def _verdict(store: Store, world_size: int, digests: dict[str, str]) -> str:
                 return f"{what} of rank {other}: found digest {found[what]}, expected {digest} as on rank 0"
         places[other] = tuple(found["place"])
     return unreachable(places) or "ok"
+
+
+def _missing(store: Store, world_size: int) -> str:
+    """Who has not come, in words."""
+    absent = [rank for rank in range(world_size) if not store.check([f"digest/{rank}"])]
+    names = ", ".join(map(str, absent[:NAMED])) + (f" and {len(absent) - NAMED} more" if len(absent) > NAMED else "")
+    waited_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    return (
+        f"rank{'s' * (len(absent) > 1)} {names} did not come in {waited_s:g} s (--timeout): "
+        f"{world_size - len(absent)} of {world_size} are here; start them with this --dist-url"
+    )
 
 
 def leave_together(store: Store, rank: int, world_size: int) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.transport import PeerLostError
+from torch.distributed import Store
 from torch.profiler import record_function
 
-from polygon.domain.errors import require
+from polygon.domain.errors import InputError, require
 from polygon.domain.plan import Plan, Problem
 from runners.data.samples import Samples, Shuffled, digest_of
 from runners.data.sources import training_and_held_out
@@ -35,7 +37,7 @@ from runners.engine.runnable import check_runnable
 from runners.engine.trackers import open_trackers
 from runners.engine.training import Training
 from runners.engine.user_model import OwnModel, content_digest, own_problem
-from runners.traces.record import FOLDER as PROFILE_FOLDER
+from runners.traces.kineto import FOLDER as PROFILE_FOLDER
 from runners.traces.record import Recorder
 
 
@@ -99,7 +101,7 @@ def train(
     _check_options(problem, plan, options)
     layout = Layout(problem, plan, keeps_whole=options.lora is not None)
     if options.checkpoint_dir is not None:
-        prepare_folder(options.checkpoint_dir, resume=options.resume)
+        prepare_folder(options.checkpoint_dir, resume=options.resume, model=problem.model, seed=options.seed)
     training: Training | None = None
     with contextlib.ExitStack() as opened:
         run = "run" if options.log_dir is None else options.log_dir.name
@@ -109,6 +111,7 @@ def train(
         store = open_store(host, port, rank, options.timeout_s, listen_fd)
         address = own_address(host, port)
         agree(store, rank, plan.world_size, run_digest(problem, plan, options), code, digest_of(samples), address)
+        options = _with_common_log_dir(options, store, rank)
         watch = Watch(
             rank,
             layout.watched(rank),
@@ -138,6 +141,17 @@ def train(
     return training.progress.step >= options.steps
 
 
+def _with_common_log_dir(options: Options, store: Store, rank: int) -> Options:
+    """The options with rank 0's name of the log directory, where the user gave none."""
+    if options.log_dir is None:
+        return options
+    if rank == 0:
+        store.set("log_dir", options.log_dir.name)
+    if options.log_dir_named:
+        return options
+    return replace(options, log_dir=options.log_dir.with_name(store.get("log_dir").decode()))
+
+
 class _Material(NamedTuple):
     """What a rank trains, and on what."""
 
@@ -160,6 +174,9 @@ def _material(
         require(options.data.packing == "stream", "--packing", options.data.packing, expected)
         problem, code = own_problem(problem, plan, options.model_file), code + content_digest(options.model_file)
         own = OwnModel(options.model_file, options.seed, problem.model.layers)
+        for option, asked in (("--data", options.data.paths), ("--validate-every", options.validate_every)):
+            if own.samples is not None and asked:
+                raise InputError(f"{option}: found with {options.model_file}, which has samples, expected one of them")
         samples = samples or own.samples
     if options.weights is not None:
         code += weights_digest(options.weights)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from polygon.domain.errors import InputError, Phrase, require
+from polygon.domain.errors import InputError, Phrase, one_of, require
 from polygon.domain.model import Model
-from polygon.domain.plan import Plan, Problem, Stage, Worker
+from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Stage, Worker
 from polygon.domain.runtime import POLYGON
 from polygon.domain.schedule import worker_order
+from polygon.planning.checker import faults_of_structure
 from runners.engine.rank_layout import Layout
+
+RUN_ALL_THE_SAME = frozenset(
+    f"plan.{kind}"
+    for kind in (
+        "zero_degrees", "shards", "chunk_routes", "chunk_widths", "several_nodes", "recompute_blocks",
+        "heads", "cp_tokens", "ep", "ep_apart", "ep_shares", "no_experts",
+    )
+)  # fmt: skip
+"""Faults of structure under which ranks still train the model on the whole batch, and those that are checked here."""
 
 
 def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> None:
@@ -34,6 +44,9 @@ def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> 
         for w, worker in enumerate(stage.workers):
             require(worker.cp == parts, f"{where}.workers[{w}].cp", worker.cp, f"{parts}, as in all stages")
             _check_worker(problem, stage, worker, f"{where}.workers[{w}]")
+    for fault in faults_of_structure(problem, plan):
+        if fault.kind not in RUN_ALL_THE_SAME:
+            raise InputError(f"plan: {fault}")
     _check_experts(Layout(problem, plan))
     _check_exchange(problem, plan)
 
@@ -134,6 +147,12 @@ def _check_experts(layout: Layout) -> None:
 def _check_exchange(problem: Problem, plan: Plan) -> None:
     """Require local steps and parameter servers that go with the rest of the plan."""
     servers = plan.reduction != "all-reduce"
+    for place, use in enumerate(plan.links):
+        where = f"plan.links[{place}]"
+        for name in ("activations", "activation_gradients", "weight_gradients"):
+            packing = getattr(use, name)
+            require(packing in COMPRESSIONS, f"{where}.{name}", packing, one_of(packing, COMPRESSIONS))
+        require(use.streams >= 1, f"{where}.streams", use.streams, "a whole number >= 1")
     if servers and any(use.weight_gradients == "powersgd" for use in plan.links):
         raise InputError("plan.links: found weight_gradients 'powersgd', expected another packing (with servers)")
     if servers and plan.local_steps > 1:
@@ -144,3 +163,9 @@ def _check_exchange(problem: Problem, plan: Plan) -> None:
         degrees = sorted({worker.tp for worker in stage.workers})
         if len(degrees) > 1:
             raise InputError(f"plan.stages[{s}]: found tp {degrees}, expected equal ones (with local steps or servers)")
+    if (plan.local_steps > 1 or servers) and plan.cuts_tied_unlike(problem.model):
+        ends = [stage.workers[0].tp for stage in (plan.stages[0], plan.stages[-1])]
+        raise InputError(
+            f"plan.stages: found tp {ends[0]} in the first and {ends[1]} in the last, which share the embedding, "
+            "expected equal ones (with local steps or servers)"
+        )

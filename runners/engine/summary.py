@@ -52,6 +52,18 @@ def orders_differ(plan: Plan, directory: Path) -> list[int]:
     return wrong
 
 
+def write_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Write one line a step; a figure that is no number (a loss that diverged) is null, as JSON has no NaN.
+
+    Where it cannot be written (a full disk) a line says so: what was trained is none the worse.
+    """
+    plain = (json.loads(json.dumps(step), parse_constant=lambda _: None) for step in steps)
+    try:
+        path.write_text("".join(json.dumps(step) + "\n" for step in plain), encoding="utf-8")
+    except OSError as error:
+        print(f"{path}: cannot be written: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
     """Figures of a run that has ended; also writes one line a step, over all ranks, to `run.jsonl`.
 
@@ -69,7 +81,7 @@ def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
         if all(step in lines for lines in by_rank)
     ]
     path = directory / RUN_FILE
-    path.write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
+    write_steps(path, steps)
     if not steps:
         return {"steps": 0, "log": str(path)}
     # The first step opens connections and warms caches.

@@ -356,7 +356,7 @@ class Training:
         reduced_s = time.time()
         with self.log.interval("update", "update"):
             applied = self.update.apply(scalars.norm, step)
-        exchanged_s = time.time()
+        exchanged_s, norm = time.time(), scalars.norm
         if self.alone:
             scalars = self._exchange(step, scalars, together=together)
         elif self.rounds.alone(step + 1):
@@ -371,7 +371,7 @@ class Training:
         working = by_kind.get("compute", 0.0) + by_kind.get("update", 0.0)
         self.log.write("order", step=step, actions=" ".join(map(str, worker.executed)))
         result = {
-            "step": step, "loss": scalars.loss, "gradient_norm": scalars.norm / worker.overflow_scale,
+            "step": step, "loss": scalars.loss, "gradient_norm": norm / worker.overflow_scale,
             "applied": applied, "together": together, "seconds": seconds, "tokens": tokens,
             "tokens_per_s": tokens / seconds, "mfu": self._figures.mfu(seconds), "seconds_by_kind": by_kind,
             "idle": max(0.0, 1 - working / seconds),
@@ -388,7 +388,7 @@ class Training:
         # A loss that is scaled may overflow; one that is not, and gradients of it, never come back.
         finite = math.isfinite(scalars.loss) and math.isfinite(scalars.norm)
         if together and not finite and worker.overflow_scale <= 1:
-            self.diverged = self._has_diverged(step, scalars)
+            self.diverged = self._has_diverged(step, scalars.loss, norm)
         elif together and validate:
             result |= self._validate()
         self.log.write("step", **result)
@@ -396,13 +396,13 @@ class Training:
             self.collector.add(result)
         return result, not (together and scalars.stop) and not last and self.diverged is None
 
-    def _has_diverged(self, step: int, scalars: Scalars) -> DivergedError:
+    def _has_diverged(self, step: int, loss: float, norm: float) -> DivergedError:
         last = ""
         if self.checkpoints is not None:
             self._note_write_errors()
             last = f"; {self.checkpoints.last}"
         return DivergedError(
-            f"step {step}: found loss {scalars.loss:g} and gradient norm {scalars.norm:g}, expected finite numbers; "
+            f"step {step}: found loss {loss:g} and gradient norm {norm:g}, expected finite numbers; "
             f"training ends without a checkpoint of it{last}"
         )
 

@@ -79,6 +79,7 @@ def play(args: argparse.Namespace, command: Sequence[str]) -> int:
                 _say("running; end it with Ctrl-C, enter a host with: python -m runners.lab --enter HOST -- COMMAND")
                 while True:
                     signal.pause()
+            _say("measured; it stays only where somebody can end it with Ctrl-C (a terminal), or with --no-measure")
             return 0
     except linux.LabUnavailableError as error:
         raise linux.unavailable(error) from None

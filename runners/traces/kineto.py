@@ -20,6 +20,8 @@ import numpy as np
 
 from polygon.domain.errors import InputError, require
 
+FOLDER = "profile"
+"""Folder of a run's log directory that its traces go to."""
 KINDS = {
     "reducescatter": "reduce-scatter", "allreduce": "all-reduce", "allgather": "all-gather", "alltoall": "all-to-all",
     "broadcast": "broadcast", "sendrecv": "send/receive", "send": "send", "recv": "receive", "barrier": "barrier",
@@ -225,7 +227,7 @@ def read_trace(path: Path, base_ns: float | None = None) -> RankTrace:
 
 
 def find_traces(paths: Iterable[Path]) -> list[Path]:
-    """The trace files among files and folders (*.json, *.json.gz), in order.
+    """The trace files among files and folders (*.json, *.json.gz), in order; of a run's folder those in `profile`.
 
     Raises
     ------
@@ -235,10 +237,12 @@ def find_traces(paths: Iterable[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         require(path.exists(), "traces", str(path), "a trace file or a folder of them")
+        if (path / FOLDER).is_dir():  # of a run
+            path /= FOLDER
         inside = (
             sorted(p for p in path.iterdir() if p.name.endswith((".json", ".json.gz"))) if path.is_dir() else [path]
         )
-        require(bool(inside), f"{path}", "no *.json", "a trace a rank")
+        require(bool(inside), f"{path}", "no *.json", "a trace a rank (of a run with --profiled-steps)")
         found += inside
     return found
 

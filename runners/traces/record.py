@@ -11,9 +11,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from polygon.domain.errors import require
 
-FOLDER = "profile"
-"""Folder of a run's log directory that its traces go to."""
-
 
 def trace_name(rank: int) -> str:
     """File name of a rank's trace."""

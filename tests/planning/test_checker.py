@@ -157,6 +157,15 @@ BROKEN = {
     "plan.local_steps_tp": (
         plan_of(replace(WHOLE, workers=(Worker(pool=0, devices=(0, 1)), *workers(8, pool=1))), local_steps=10), FREE, {}
     ),
+    "plan.local_steps_tied": (
+        plan_of(
+            replace(FRONT, workers=(Worker(pool=0, devices=(4, 5)), Worker(pool=1, devices=(12, 13)))),
+            replace(BACK, workers=(*workers(0), *workers(8, pool=1))),
+            local_steps=10,
+        ),
+        FREE,
+        {},
+    ),
     "plan.local_steps_zero": (plan_of(replace(WHOLE, zero=3), local_steps=10), FREE, {}),
     "plan.local_steps_regions": (plan_of(FRONT, FAR, local_steps=10), FREE, {}),
     "plan.forbidden_region": (SOUND, {"forbidden_regions": ("r0",)}, {"region": "r0"}),

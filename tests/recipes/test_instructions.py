@@ -111,11 +111,13 @@ def test_files_of_examples(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "MetaMathQA-395K.json").write_text(json.dumps(rows))
     (tmp_path / "data" / "more.jsonl").write_text('{"question": "3?", "answer": "3"}\n\n')
-    expected = [("1 + 1?", "2"), ("2 + 2?", "4"), ("3?", "3")]
+    rows = [{"instruction": "Sum it.", "input": "1, 2", "output": 3}, {"instruction": "Hi", "input": "", "output": "."}]
+    (tmp_path / "data" / "z.json").write_text(json.dumps(rows))
+    expected = [("1 + 1?", "2"), ("2 + 2?", "4"), ("3?", "3"), ("Sum it.\n\n1, 2", "3"), ("Hi", ".")]
     assert read_examples(part(path="data"), tmp_path) == expected
     assert read_examples(part(path="data", samples=1), tmp_path) == expected[:1]
     samples = samples_in(tmp_path / "cache", tmp_path, path="data")
-    assert len(samples) == 3
+    assert len(samples) == 5
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,11 @@ def test_files_of_examples(tmp_path):
         ('[{"query": "a"}]', "expected query and response"),
         ("[", "expected a readable file"),
         ("[]", "expected at least one example"),
+        (
+            '[{"query": "a", "response": "b"}, {"query": null, "response": "b"}]',
+            "example 1: query: found None, expected",
+        ),
+        ('[{"instruction": "a", "input": ["b"], "output": "c"}]', r"example 0: input: found \['b'\], expected a text"),
     ],
 )
 def test_bad_files_are_named(tmp_path, text, message):

@@ -119,7 +119,7 @@ def test_what_is_missing_is_named(tmp_path):
     files = json.loads(index.read_text())["weight_map"]
     missing = files["model.norm.weight"]
     (tmp_path / missing).rename(tmp_path / "away")
-    with pytest.raises(InputError, match=f"{missing}: .*expected a safetensors file"):
+    with pytest.raises(InputError, match=f"{missing}: No such file or directory, expected a safetensors file"):
         check_weights(tmp_path, model)
     (tmp_path / missing).write_bytes((tmp_path / "away").read_bytes()[:-40])
     with pytest.raises(InputError, match=f"{missing}: .*expected a safetensors file"):
@@ -128,12 +128,28 @@ def test_what_is_missing_is_named(tmp_path):
     index.write_text(json.dumps({"weight_map": {k: v for k, v in files.items() if k != "model.norm.weight"}}))
     with pytest.raises(InputError, match=r"found no tensor model\.norm\.weight"):
         check_weights(tmp_path, model)
+    index.write_text(json.dumps({"weight_map": files | {"model.norm.weight": "../away"}}))
+    with pytest.raises(InputError, match=r"norm\.weight: found '\.\./away', expected the name of a file in the same"):
+        Pretrained(tmp_path, model)
     index.write_text(json.dumps({"map": {}}))
     with pytest.raises(InputError, match="expected an index"):
         Pretrained(tmp_path, model)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(InputError, match=r"config\.json: found 'list', expected an object"):
         Pretrained(tmp_path, model)
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    """Whole numbers of 8 bits were taken for weights as they are."""
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path, "Llama")
+    tensors = load_file(tmp_path / SINGLE)
+    tensors["model.norm.weight"] = torch.ones_like(tensors["model.norm.weight"], dtype=torch.int8)
+    save_file(tensors, tmp_path / SINGLE)
+    message = r"model\.norm\.weight: type: found I8, expected one of F64, F32, BF16, F16 \(weights that are not quant"
+    with pytest.raises(InputError, match=message):
+        check_weights(tmp_path, read_model(tmp_path))
 
 
 @pytest.mark.parametrize(

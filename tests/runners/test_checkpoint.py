@@ -1,6 +1,8 @@
 """Laws of checkpoints, on real ranks: any plan goes on where any other stopped; damage falls back."""
 
 import dataclasses
+import fcntl
+import os
 import re
 import resource
 import shutil
@@ -8,9 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from polygon.domain.errors import InputError
 from polygon.formats.files import write_plan
 from runners.dist_runner import end_process
-from runners.engine.checkpoint import SUFFIX, DamagedError, read_file, step_directory, steps_in, write_file
+from runners.engine.checkpoint import (
+    SUFFIX,
+    DamagedError,
+    prepare_folder,
+    read_file,
+    step_directory,
+    steps_in,
+    write_file,
+)
 from runners.engine.log import RunLog
 from runners.engine.options import Options
 from runners.engine.run import train
@@ -233,6 +244,45 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
     other = routed_problem(1, model=small_model(heads=2, kv_heads=2, head_dim=16))
     with pytest.raises(RuntimeError, match=r"model\.heads: found 4, expected 2"):
         run_ranks(run_rank, 1, *other, Options(steps=2, checkpoint_dir=tmp_path, resume=True))
+
+
+def test_checkpoints_of_a_smaller_model_are_not_taken_for_damaged_ones(tmp_path):
+    """Its files lack layers of this one, which then began anew and removed them: refused, as in the launcher."""
+    first = Options(steps=2, checkpoint_dir=tmp_path / "saved", checkpoint_every=1)
+    run_ranks(run_rank, 1, *routed_problem(1), first)
+    (step_directory(first.checkpoint_dir, 2) / "head.layer").write_bytes(b"damaged")
+    deeper = small_model(blocks=6)
+    problem, plan = routed_problem(1, model=deeper)
+    plan = dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], last_layer=deeper.layers),))
+    with pytest.raises(RuntimeError, match=r"saved: model\.blocks: found 4, expected 6"):
+        run_ranks(run_rank, 1, problem, plan, dataclasses.replace(first, steps=4, checkpoints_kept=1, resume=True))
+    assert steps_in(first.checkpoint_dir) == [1, 2]
+    write_plan(tmp_path / "plan.json", problem, plan)
+    words = ["--resume", "--checkpoint-dir", first.checkpoint_dir, "--log-dir", tmp_path / "log"]
+    assert launch([str(tmp_path / "plan.json"), *map(str, words)]) == 2
+    assert not (tmp_path / "log" / "rank-0.jsonl").exists()
+    with pytest.raises(InputError, match="seed of the data order: found 0, expected 1"):
+        prepare_folder(first.checkpoint_dir, resume=True, seed=1)
+
+
+def test_a_folder_that_may_not_be_written_to_is_refused_before_training(tmp_path, monkeypatch):
+    """Of a file system mounted for reading alone, say; the first save would have told it, hours later."""
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    with pytest.raises(InputError, match="found a folder that may not be written to"):
+        prepare_folder(tmp_path, resume=False)
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(tmp_path):
+    """Two at once would mix their layers in one step; the second is refused until the first has ended."""
+    options = Options(steps=1, checkpoint_dir=tmp_path)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(RuntimeError, match=r"--checkpoint-dir .*: found another run that writes there, expected none"):
+        run_ranks(run_rank, 1, *routed_problem(1), options)
+    os.close(held)
+    run_ranks(run_rank, 1, *routed_problem(1), options)
+    run_ranks(run_rank, 1, *routed_problem(1), dataclasses.replace(options, steps=2, resume=True))
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_file_appears_whole_or_not_at_all(tmp_path):

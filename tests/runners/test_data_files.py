@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,9 +24,11 @@ from runners.dist_runner import main as dist_runner
 from runners.engine.arguments import options_from
 from runners.engine.options import Options
 from runners.engine.run import train
+from runners.launch import main as launch
 from runners.launch import make_parser
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
+from tests.real_programs import ran
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem, small_model
 
@@ -241,6 +244,34 @@ def test_text_goes_through_the_tokenizer(folder, tmp_path):
         open_documents(tmp_path / "x.jsonl", 3, named, "content", tmp_path / "cache2")
 
 
+@pytest.mark.parametrize("tokenized", [False, pytest.param(True, marks=needs_tokenizers)])
+def test_a_folder_of_texts_is_a_document_a_file(tokenized, tmp_path, monkeypatch):
+    """By name, folders below it too, read in stretches, with the tokenizer's mark behind each; others are left."""
+    folder, mark = tmp_path / "texts", [0] if tokenized else []
+    (folder / "sub").mkdir(parents=True)
+    for name, text in (("b.txt", "one\none\none\n"), ("a.txt", ""), ("sub/c.txt", "two"), ("readme.md", "three")):
+        (folder / name).write_text(text)
+    tokenizer = None
+    if tokenized:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        made = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "?": 1, "one": 2, "two": 3}, unk_token="?"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = tmp_path / "tokenizer.json"
+        made.save(str(tokenizer))
+    monkeypatch.setattr("runners.data.documents.STRETCH", 3)
+    data = DataChoice(paths=(folder,), tokenizer=tokenizer, cache=tmp_path / "cache", packing="documents")
+    corpus = open_corpus(folder, small_model(), data, "train")
+    first, second = ([2, 2, 2], [3]) if tokenized else (list(b"one\none\none\n"), list(b"two"))
+    assert corpus.tokens[:].tolist() == [*first, *mark, *second, *mark]
+    assert corpus.documents().tolist() == [0, len(first + mark), len(first + second + 2 * mark)]
+    if not tokenized:
+        assert samples_for(small_model(), 8, 0, data).items == 2
+    (folder / "rows.jsonl").write_text('{"text": "rows"}\n')
+    if not tokenized:
+        assert bytes(open_corpus(folder, small_model(), data, "train").tokens[:].astype(np.uint8)) == b"rows"
+
+
 @needs_tokenizers
 def test_text_for_weights_goes_through_their_tokenizer(tmp_path):
     """That of --weights, unless another one is named; weights without one take text by bytes only where they know no
@@ -427,3 +458,13 @@ def test_the_programs_say_it_in_one_line_and_exit_2(tmp_path, capsys):
     assert said.count("\n") == 1 and "tokens.bin: found numbers of an unknown type" in said
     assert dist_runner([*words, "--data-weights", "1", "2", *where]) == 2
     assert capsys.readouterr().err == "dist_runner: --data-weights: found 2, expected 1, one for each --data\n"
+
+
+def test_tokens_that_the_model_does_not_know_are_named_before_ranks_start(tmp_path):
+    """Numbers read as of the wrong type are nonsense in every sample: some are read by the launcher."""
+    write_plan(tmp_path / "plan.json", *routed_problem(1))
+    np.full(1000, 77, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    words = ["--data", "tokens.bin", "--token-type", "uint32", "--steps", "1", "--log-dir", "log"]
+    code, _, said = ran(launch, ["plan.json", *words], tmp_path)
+    assert code == 2 and "[rank" not in said
+    assert re.search(r"^launch: tokens\.bin: token \d+: found 5046349, expected 0\.\.255, those", said, re.MULTILINE)

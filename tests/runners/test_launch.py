@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 from polygon.domain.schedule import worker_order
 from polygon.formats.files import read_plan, write_plan
 from runners.dist_runner import main as dist_runner
+from runners.dist_runner import sum_up
+from runners.engine.arguments import default_log_dir
 from runners.engine.checkpoint import steps_in
 from runners.engine.summary import format_summary, log_lines, summarise
 from runners.engine.trackers import TRACKERS
@@ -84,6 +87,17 @@ def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(tmp_path):
     computed = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and e["cat"] == "compute"}
     assert computed == {(s, f"{kind}{m}") for s in range(2) for kind in "FB" for m in range(8)}
     assert re.search(r"\[rank 0\] step +11 +loss", done.stderr)
+
+
+def test_figures_are_shown_where_trace_and_lines_of_steps_cannot_be_written(tmp_path):
+    """As on a full disk: training has ended well, and one line each says what is missing."""
+    write_plan(tmp_path / "plan.json", *routed_problem(1))
+    for name in ("trace.json", "run.jsonl"):
+        (tmp_path / "log" / name).mkdir(parents=True)
+    code, out, said = ran(launch, [tmp_path / "plan.json", "--steps", "2", "--log-dir", "log", "--json"], tmp_path)
+    assert code == 0 and json.loads(out)["steps"] == 2, said
+    assert "log/trace.json: cannot be written: Is a directory" in said
+    assert "log/run.jsonl: cannot be written: Is a directory" in said
 
 
 def test_a_run_with_no_step_left_says_so(tmp_path):
@@ -273,3 +287,41 @@ def test_ranks_with_different_plans_refuse_to_start(tmp_path):
     assert re.fullmatch(
         r"dist_runner: plan and options of rank 1: found digest \w+, expected \w+ as on rank 0\n", talk[0]
     )
+
+
+def test_ranks_that_are_started_one_by_one_leave_one_folder_with_figures(tmp_path):
+    """Whatever each would call it (another second or file); plan, trace, lines of steps as the launcher has them."""
+    names = ["plan.json", "copy.json"]
+    for name in names:
+        write_plan(tmp_path / name, *routed_problem(2))
+    words = ["--steps", "2", "--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", 2, "--rank"]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Program(dist_runner, ["--plan", name, *words, rank], tmp_path))
+            for rank, name in enumerate(names)
+        ]
+        said = [rank.said() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    (folder,) = (tmp_path / "out").iterdir()
+    assert folder.name.startswith("plan-")
+    files = ["plan.json", "rank-0.jsonl", "rank-1.jsonl", "run.jsonl", "trace.json"]
+    assert sorted(path.name for path in folder.iterdir()) == files
+    assert read_plan(folder / "plan.json").plan.world_size == 2
+
+
+def test_a_run_of_the_same_second_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Logs of two runs of a plan are not mixed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runners.engine.arguments.time.strftime", lambda form: "now")
+    for expected in ("plan-now", "plan-now-2", "plan-now-3"):
+        found = default_log_dir(Path("there/plan.json"))
+        assert found == Path("out") / expected
+        found.mkdir(parents=True)
+
+
+def test_logs_on_other_hosts_are_said_to_be_missing(tmp_path, capsys):
+    """Figures of all ranks need all logs."""
+    problem, plan = routed_problem(8)
+    (tmp_path / "rank-0.jsonl").write_text('{"type": "run", "first_step": 8}\n{"type": "end"}\n')
+    sum_up(problem, plan, tmp_path, 1.0)
+    assert "rank-1.jsonl and 6 more are on other hosts: no figures of all ranks" in capsys.readouterr().err

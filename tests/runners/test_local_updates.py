@@ -25,6 +25,7 @@ def run_rank(rank, port, problem, plan, options):
 
     def note(result):
         sent.append(sum(n for peer, n in result["sent_bytes"].items() if (int(peer) < 2) != (rank < 2)))
+        assert not result["gradient_norm"] <= 0  # of this region's steps, where regions meet too
         if result["together"]:
             losses[result["step"]] = result["loss"]
 

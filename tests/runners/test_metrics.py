@@ -1,6 +1,7 @@
 """Figures of all ranks together: a case worked out by hand, and clocks that differ."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from polygon.cost.compute import model_flops_per_step
 from polygon.export.measured import placed
 from runners.engine.metrics import StepFigures, flat
-from runners.engine.summary import summarise
+from runners.engine.summary import summarise, write_steps
 from tests.routed_plans import plain_plan
 from tests.small_problems import routed_problem
 
@@ -117,3 +118,10 @@ def test_intervals_of_several_stages_are_told_apart(name, expected):
     """A worker of the second of two groups holds stages 1 and 3."""
     plan = replace(plain_plan(4, 1, 2, span=1), chunks=2)
     assert placed(plan, 1, name) == expected
+
+
+def test_lines_of_steps_are_json_where_a_loss_is_no_number(tmp_path):
+    """NaN and infinity, which JSON lacks and other readers refuse, are null."""
+    write_steps(tmp_path / "run.jsonl", [{"loss": math.nan, "seconds_by_part": {"forward": math.inf}}, {"loss": 1.5}])
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert lines == ['{"loss": null, "seconds_by_part": {"forward": null}}', '{"loss": 1.5}']

@@ -6,6 +6,7 @@ import threading
 from contextlib import ExitStack
 
 import pytest
+from torch.distributed import PrefixStore
 
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
@@ -18,6 +19,15 @@ from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
 from tests.real_programs import Program, ran
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
+
+
+def has_ipv6():
+    """Whether this machine has a loopback of IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,45 @@ def test_a_port_in_use_is_named():
         port = other.getsockname()[1]
         with pytest.raises(InputError, match=f"--dist-url: found port {port} in use by another program"):
             open_store("127.0.0.1", port, 0, 1)
+
+
+def test_another_program_at_the_meeting_point_is_named():
+    """It takes the connection and says nothing that torch could read: the rank does not wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            InputError, match=rf"found a program at tcp://127\.0\.0\.1:{port} that does not answer as rank 0"
+        ):
+            open_store("127.0.0.1", port, 1, 0.5)
+
+
+def test_a_host_name_that_nobody_knows_is_named_by_rank_0_too():
+    """As by the others, and not as a connection that timed out."""
+    with pytest.raises(InputError, match=r"--dist-url: found host 'no-such-host.invalid'"):
+        open_store("no-such-host.invalid", free_port(), 0, PATIENCE_S)
+
+
+def test_all_ranks_that_did_not_come_are_named():
+    """With how long they were waited for, how many are here, and the first few where they are many."""
+    store = open_store("127.0.0.1", free_port(), 0, 0.5)
+    for world_size, named in ((2, "rank 1"), (3, "ranks 1, 2"), (12, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more")):
+        others = PrefixStore(str(world_size), store)
+        with pytest.raises(
+            InputError, match=rf"^{named} did not come in 0.5 s \(--timeout\): 1 of {world_size} are here"
+        ):
+            agree(others, 0, world_size, "run", "code", "data", "127.0.0.1")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback")
+def test_ranks_meet_over_ipv6(tmp_path):
+    """Messages and beats too."""
+    write_plan(tmp_path / "plan.json", *routed_problem(2))
+    words = ["--plan", "plan.json", "--steps", "2", "--dist-url", f"tcp://[::1]:{free_port()}", "--world-size", 2]
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(Program(dist_runner, [*words, "--rank", rank], tmp_path)) for rank in (0, 1)]
+        said = [rank.said() for rank in ranks]
+    assert "step     1  loss" in said[0], said
+    assert [rank.returncode for rank in ranks] == [0, 0], said
 
 
 def test_the_interface_that_is_named_gives_the_address(monkeypatch):

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from polygon.domain.block import LatentAttention
 from polygon.domain.errors import InputError
 from polygon.domain.model import SPECIAL, Batch, Model
-from polygon.domain.plan import RECOMPUTE, Problem, Worker
+from polygon.domain.plan import RECOMPUTE, LinkUse, Problem, Worker
 from polygon.domain.uniform import SCHEDULES, ParallelConfig, uniform_plan
 from polygon.formats import catalogue, files
 from polygon.planning.checker import violations
+from polygon.planning.decode import can_take_local_steps
 from polygon.planning.rehearsal import rehearsal_problem
 from runners.engine.layers import empty_layer
 from runners.engine.runnable import _check_worker, check_runnable, require_plain
 from tests.nightly import cases
-from tests.small_problems import routed_problem, small_cluster, small_model
+from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
 BUILT = {
     "name", "family", "blocks", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size",
@@ -71,6 +72,55 @@ def test_an_image_is_not_cut_and_a_text_into_equal_parts():
         _check_worker(case, plan.stages[0], plan.stages[0].workers[0], "here")
         with pytest.raises(InputError, match=message):
             _check_worker(case, cut[0], cut[0].workers[0], "here")
+
+
+@pytest.mark.parametrize("changes", [{"local_steps": 2}, {"reduction": "sharded-server"}])
+def test_a_shared_embedding_is_cut_alike_with_local_steps_and_servers(changes):
+    """Pipelines of two regions whose first stage has tp 2 and whose last has 1: their owners hold no equal slices."""
+    cluster = small_cluster(3, 3)
+    plan = small_plan(cluster, [(0, 3), (3, 6)], [[0, 3], [2, 5]], [[w, w] for w in (0, 1, 0, 1)])
+    wide = tuple(Worker(pool=pool, devices=(3 * pool, 3 * pool + 1)) for pool in (0, 1))
+    plan = replace(plan, stages=(replace(plan.stages[0], workers=wide), plan.stages[1]))
+    problem = Problem(cluster=cluster, model=small_model(), batch=Batch(global_batch=8, seq_len=16, precision="fp32"))
+    check_runnable(problem, plan)
+    apart = replace(problem, model=small_model(tied_embeddings=False))
+    check_runnable(apart, replace(plan, **changes))
+    assert can_take_local_steps(apart, plan) and not can_take_local_steps(problem, plan)
+    with pytest.raises(
+        InputError, match=r"plan\.stages: found tp 2 in the first and 1 in the last, which share the emb"
+    ):
+        check_runnable(problem, replace(plan, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "message"),
+    [
+        ({}, {"first_layer": 3}, r"plan: stage 1: layers \[3, 6\)"),
+        ({}, {"last_layer": 5}, "plan: stages end at layer 5, the model has 6"),
+        ({"micro_batch_size": 3}, {}, "plan: 8 micro-batches"),
+        ({}, {"zero": 7}, "plan: stage 1: .*7"),
+        ({}, {"recompute": "half"}, "plan: stage 1: .*half"),
+        ({"reduction": "gossip"}, {}, "plan: .*gossip"),
+        ({"local_steps": 0}, {}, "plan: .*0"),
+        (
+            {"links": (LinkUse(source=0, target=1, activations="zip"),)},
+            {},
+            r"plan\.links\[0\]\.activations: found 'zip', ",
+        ),
+        (
+            {"links": (LinkUse(source=0, target=1, streams=0),)},
+            {},
+            r"plan\.links\[0\]\.streams: found 0, expected a whole",
+        ),
+    ],
+)
+def test_what_is_no_plan_for_the_model_and_batch_is_refused(changes, stage, message):
+    """Layers that are left out or there twice, another batch, words that mean nothing: none is trained in silence."""
+    problem, plan = routed_problem(2)
+    check_runnable(problem, plan)
+    broken = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], **stage)), **changes)
+    with pytest.raises(InputError, match=message):
+        check_runnable(problem, broken)
 
 
 def test_a_model_of_ones_own_has_no_8_bit_products():

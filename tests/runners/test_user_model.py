@@ -156,11 +156,14 @@ def test_layers_of_ones_own_are_recomputed_whole_or_not_at_all(model_file, probl
         (("nn.GELU()", "nn.BatchNorm2d(16)"), "layers()[2]: found the buffer '0.num_batches_tracked', expected none"),
         (("nn.Linear(256, 10)", "nn.Linear(250, 10)"), "layers()[5] on (4, 16, 16): RuntimeError: "),
         (("import torch\n", "import torch\nraise OSError('no')\n"), ", line 4: the file: OSError: no"),
+        (["--data", "x.npz"], "--data: found with mixer.py, which has samples, expected one of them"),
+        (["--validate-every", "2"], "--validate-every: found with mixer.py, which has samples, expected one of them"),
     ],
 )
 def test_faults_of_the_file_are_named(model_file, problem_and_plan, tmp_path, capfd, change, message):
     """One line on stderr with file, place and what is expected; exit 2."""
-    model_file.write_text(CNN.replace(*change))
+    options = change if isinstance(change, list) else []
+    model_file.write_text(CNN if options else CNN.replace(*change))
     problem, _ = problem_and_plan
     problem = replace(problem, cluster=small_cluster(1))
     write_plan(
@@ -168,7 +171,7 @@ def test_faults_of_the_file_are_named(model_file, problem_and_plan, tmp_path, ca
     )
     arguments = ["--plan", tmp_path / "plan.json", "--model-file", model_file, "--log-dir", tmp_path / "log"]
     place = ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", "1", "--rank", "0"]
-    assert dist_runner([*map(str, arguments), *place]) == 2
-    line = capfd.readouterr().err
+    assert dist_runner([*map(str, arguments), *place, *options]) == 2
+    line = capfd.readouterr().err.replace(f"{model_file.parent}/", "")
     assert message in line
     assert line.count("\n") == 1

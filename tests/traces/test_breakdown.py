@@ -142,6 +142,16 @@ def test_what_is_no_trace_is_refused(tmp_path, content, expected):
         read_traces([tmp_path])
 
 
+def test_the_folder_of_a_run_stands_for_its_traces(tmp_path):
+    """Its other files (plan.json, trace.json) are none of the profiler's; without any it is said how to have them."""
+    write_traces(tmp_path / "profile", two_ranks())
+    (tmp_path / "plan.json").write_text("{}")
+    assert [trace.rank for trace in read_traces([tmp_path])] == [0, 1]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"expected a trace a rank \(of a run with --profiled-steps\)"):
+        read_traces([tmp_path / "empty"])
+
+
 def test_two_traces_of_one_rank_are_refused(tmp_path):
     """Copies of a rank's trace would count twice."""
     trace = two_ranks()[0]

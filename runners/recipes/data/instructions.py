@@ -34,6 +34,8 @@ MADE_UP = 2000
 """Examples of the generated set, unless the recipe says how many."""
 COLUMNS = (("query", "response"), ("instruction", "output"), ("question", "answer"))
 """Names of question and answer that are understood (MetaMathQA's first)."""
+CONTEXT = "input"
+"""What an instruction is about, where it has that apart (Alpaca's): it follows after an empty line."""
 
 
 @dataclass(kw_only=True)
@@ -141,9 +143,20 @@ def read_examples(part: DataPart, folder: Path) -> list[tuple[str, str]]:
         if names is None:
             found = sorted(row) if isinstance(row, dict) else type(row).__name__
             raise InputError(f"{part.path}: example {number}: found {found}, expected query and response")
-        examples.append((str(row[names[0]]), str(row[names[1]])))
+        question, answer = (_text(part.path, number, row, name) for name in names)
+        if names[0] == "instruction" and row.get(CONTEXT):
+            question += f"\n\n{_text(part.path, number, row, CONTEXT)}"
+        examples.append((question, answer))
     require(len(examples) > 0, str(part.path), len(examples), "at least one example")
     return examples
+
+
+def _text(path: str, number: int, row: dict[str, Any], name: str) -> str:
+    """A field of an example as text; numbers are as they are written."""
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise InputError(f"{path}: example {number}: {name}: found {value!r}, expected a text")
+    return str(value)
 
 
 def _rows_of_hub(name: str) -> Iterator[Any]:

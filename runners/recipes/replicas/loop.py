@@ -44,7 +44,7 @@ from runners.recipes.replicas.state import StateBytes
 from runners.recipes.replicas.throughput import mfu
 from runners.recipes.replicas.whole import WholeModel
 from runners.recipes.weights import load_weights, weight_files
-from runners.traces.record import FOLDER as PROFILE_FOLDER
+from runners.traces.kineto import FOLDER as PROFILE_FOLDER
 from runners.traces.record import Recorder
 
 TRACKED = ("loss", "gradient_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")

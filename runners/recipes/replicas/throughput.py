@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from statistics import median
 from typing import Any
 
@@ -11,7 +10,7 @@ from polygon.cost.memory import CONTEXT_BYTES
 from polygon.domain.model import Batch, Model
 from polygon.formats.catalogue import device as device_by_name
 from runners.engine.metrics import VALIDATION
-from runners.engine.summary import RUN_FILE, log_lines, validated
+from runners.engine.summary import RUN_FILE, log_lines, validated, write_steps
 from runners.recipes.backends import Job
 from runners.recipes.models import batch_of, model_of
 from runners.recipes.recipe_schema import Recipe
@@ -52,7 +51,7 @@ def summary(job: Job) -> dict[str, Any]:
         for lines in zip(*by_rank, strict=True)
     ]
     path = job.out / RUN_FILE
-    path.write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
+    write_steps(path, steps)
     steady, last = steps[1:] or steps, steps[-5:]
     step_s = median(step["seconds"] for step in steady)
     held = {
