@@ -268,7 +268,8 @@ class OwnBounds:
             if steps not in self._traffic:
                 self._traffic[steps] = LeastTraffic(self._tables, self._kinds, steps)
             size = size_work(self._tables, self._kinds, plan.micro_batch_size)
-            kinds = PipelineBound(size, self._traffic[steps]).kinds_of_plan(steps)
+            bound = PipelineBound(size, self._traffic[steps])
+            kinds = bound.kinds_of_plan(steps, finely=bound.tells_apart)
             self._least[key] = min(kinds[name](LONG_S) for name in names)
         return self._least[key]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from polygon.bounds.in_turn import MANY
 from polygon.bounds.pipeline_costs import Pipeline
-from polygon.bounds.stage_bound import waiting_s, workers_capacity
+from polygon.bounds.stage_bound import unhidden_s, waiting_s, workers_capacity
 from polygon.jit.compilation import general, kernel
 
 LANES = 1.02
@@ -47,7 +47,7 @@ def own_s(
     the group is at the end, and does so many; inf if these do not end in time.
 
     Before its first backward it waits until a micro-batch has made a trip of so many seconds, and does so many forwards
-    at most.
+    at most. `waits_s`: its group's of `group_waits_s`.
     """
     first, level = 2 if ends else min(group, 1), 0
     while level + 1 < pipeline.levels[min(group, len(pipeline.levels) - 1)] and pipeline.held[level + 1] <= count:
@@ -58,12 +58,10 @@ def own_s(
         back_s += pipeline.back_s[1, c]
     if ends:
         back_s += pipeline.back_s[2, c]
-    if each_s * count > (time_s - waits_s[0] - waits_s[1 + scatters * pipeline.forward_s.shape[0] + layers]) * (
-        1 + 1e-9
-    ):
+    left_s = time_s - waits_s[scatters, layers, c, level]
+    if each_s * count > (left_s - waits_s[0, 0, 0, 0]) * (1 + 1e-9):
         return np.inf
     after_s = trip_s + count * each_s - min(count, held) * max(each_s - back_s, 0.0)
-    left_s = time_s - waits_s[1 + scatters * pipeline.forward_s.shape[0] + layers]
     return each_s if after_s <= left_s * (1 + 1e-9) else np.inf
 
 
@@ -287,28 +285,43 @@ def lanes_end(pipeline: Pipeline, time_s: float, most_groups: int, limit: float)
 
 @general
 def group_waits_s(pipeline: Pipeline, time_s: float, most_groups: int) -> np.ndarray:
-    """What the workers of each group wait before the first micro-batch, and after the last one with so many layers and
-    either sharding, shape (groups, 1 + 2 (n + 1)); inf where no tier has room."""
+    """What the workers of each group wait after the last micro-batch with either sharding, so many layers, by their
+    class and what they hold, shape (groups, 2, n + 1, c, levels), inf where no tier has room; with no layers, before
+    the first micro-batch."""
     layers, widest = pipeline.forward_s.shape[0] - 1, 3 * len(pipeline.spreads) - 3
-    waits_s = np.full((most_groups, 1 + 2 * (layers + 1)), np.inf)
+    classes = len(pipeline.class_capacity)
+    own_s, least_s = np.empty((classes, len(pipeline.held))), np.empty((classes, len(pipeline.held)))
+    waits_s = np.full((most_groups, 2, layers + 1, classes, len(pipeline.held)), np.inf)
     for group in range(most_groups):
         first = min(group, 1)
         begins_s, tail_s = waiting_s(pipeline, group, first)
-        waits_s[group, 0] = begins_s
+        waits_s[group, :, 0] = begins_s
         for scatters in range(2):
             for count in range(1, layers + 1 - first):
-                least_s = np.inf
+                last, sharding = first + count, widest + scatters
+                least_s[:] = np.inf
                 for j in range(pipeline.tier_s.shape[3]):
-                    reduced_s = max(tail_s, pipeline.tier_s[scatters, first, first + count, j])
-                    if reduced_s >= least_s:
+                    reduced_s = max(tail_s, pipeline.tier_s[scatters, first, last, j])
+                    whole_s, sooner = pipeline.whole_s[scatters, first, last, j], False
+                    if reduced_s == np.inf:
+                        continue
+                    for c in range(classes):
+                        for level in range(len(pipeline.held)):
+                            each_s = pipeline.class_s[sharding, first, last, c, level]
+                            at_end_s = pipeline.class_s[sharding, 2, 2 + count, c, level]
+                            if at_end_s < np.inf:
+                                each_s = max(each_s, at_end_s)
+                            own_s[c, level] = max(reduced_s, unhidden_s(pipeline, first, last, c, each_s, whole_s))
+                            sooner = sooner or own_s[c, level] < least_s[c, level]
+                    if not sooner:
                         continue
                     left_s = time_s - begins_s - reduced_s
-                    held = pipeline.tier_capacity[scatters, j] * (1 + 1e-9)
-                    if workers_capacity(pipeline, widest + scatters, group, first, first + count, left_s) <= held:
-                        least_s = reduced_s
-                if least_s == np.inf:
+                    need = workers_capacity(pipeline, sharding, group, first, last, left_s, whole_s - reduced_s)
+                    if need <= pipeline.tier_capacity[scatters, j] * (1 + 1e-9):
+                        least_s = np.minimum(least_s, own_s)
+                if least_s.min() == np.inf:
                     break
-                waits_s[group, 1 + scatters * (layers + 1) + count] = least_s
+                waits_s[group, scatters, count] = least_s
     return waits_s
 
 

@@ -52,11 +52,18 @@ class Across(NamedTuple):
     """What backward does not hide."""
     near_s: np.ndarray
     """The same without the latency between regions."""
+    rest_s: np.ndarray
+    """`whole_s` without it."""
 
 
-def hidden_part(runtime: Runtime) -> float:
-    """Part of a backward that hides sums of gradients, whatever the number of layers."""
-    return 0.0 if runtime.by_layer else runtime.hidden_part
+def hidden_part(runtime: Runtime, layers: np.ndarray) -> np.ndarray:
+    """Part of a backward of so many layers beside which gradients are summed (`polygon.cost.overlap.seen_parts`)."""
+    part: np.ndarray = np.full_like(layers, runtime.hidden_part)
+    if runtime.dp_overlap == "none":
+        part[:] = 0.0
+    elif runtime.by_layer:
+        part = (layers - 1) / layers
+    return part
 
 
 class TiedSum(NamedTuple):
@@ -266,14 +273,15 @@ class LeastTraffic:
         return max(pool.devices_per_node for pool in problem.cluster.pools if problem.may_use(pool))
 
     @cached_property
-    def _used_regions(self) -> np.ndarray:
+    def used_regions(self) -> np.ndarray:
+        """Regions whose devices a plan may use."""
         return np.unique(self.tables.links.region[self.kinds.of_pool >= 0])
 
     @cached_property
     def _borders(self) -> Borders:
         problem, links, cluster = self.tables.problem, self.tables.links, self.tables.problem.cluster
         used = [pool for pool in cluster.pools if self.kinds.of_pool[pool.index] >= 0]
-        some = self._used_regions
+        some = self.used_regions
 
         def total(values: list[float]) -> np.ndarray:
             weights = np.array(values)
@@ -301,7 +309,7 @@ class LeastTraffic:
         gradients = self.gradient_bytes[one, one + 1]
         values = gradients / problem.batch.gradient_bytes
         held = self.tables.memory(1, size.micro_batch_size, "none").layers.parameters
-        capacity = self._region_capacity(size.device_capacity)[self._used_regions]
+        capacity = self._region_capacity(size.device_capacity)[self.used_regions]
         down, up = (self._wire_bytes(size.micro_batch_size, self._modes[t]) for t in MESSAGES)
         return RegionTraffic(
             borders=self._borders,
@@ -400,6 +408,7 @@ class LeastTraffic:
             whole_s=whole,
             exposed_s=np.maximum(float(far_s.min()) + near * last, whole - hidden_s),
             near_s=np.maximum(near * last, rest - hidden_s),
+            rest_s=rest,
         )
 
     def message_s(self, micro_batch_size: int) -> np.ndarray:

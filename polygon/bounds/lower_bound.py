@@ -105,18 +105,32 @@ def _bound(tables: CostTables, local_steps: int) -> LowerBound:
     if not kinds.classes:
         return LowerBound(seconds=np.inf, parts={"compute": np.inf})
     traffic = LeastTraffic(tables, kinds, local_steps)
-    compute_s = path_s = stages_s = regions_s = np.inf
-    of = None
-    for number in tables.micro_batch_sizes:
-        size = size_work(tables, kinds, number)
-        compute_s, path_s = min(compute_s, size.compute_s), min(path_s, size.least_s)
-        if size.least_s < regions_s:
-            stages = PipelineBound(size, traffic)
-            stages_s = stages.least_s(constant(size.capacity), stages_s)
-            for kind, least_s in stages.kinds_of_plan(local_steps).items():
-                if (seconds := least_s(regions_s)) < regions_s:
-                    regions_s, of = seconds, (kind, number)
-        elif size.path_s > LONGER * regions_s:
-            break  # larger micro-batches pass the layers no sooner
+    compute_s = path_s = stages_s = np.inf
+    known: dict[int, PipelineBound] = {}
+
+    def least(begins: tuple[str, int] | None) -> tuple[float, tuple[str, int] | None]:
+        """Of all kinds of plans and micro-batch sizes, and which; beginning with one, in whose parts sets of regions
+        are told apart as finely as it matters."""
+        nonlocal compute_s, path_s, stages_s
+        found_s, of = np.inf, begins
+        numbers = tables.micro_batch_sizes
+        for number in sorted(numbers, key=lambda number: begins is not None and number != begins[1]):
+            size = size_work(tables, kinds, number)
+            compute_s, path_s = min(compute_s, size.compute_s), min(path_s, size.least_s)
+            if size.least_s < found_s:
+                if number not in known:
+                    known[number] = PipelineBound(size, traffic)
+                    stages_s = known[number].least_s(constant(size.capacity), stages_s)
+                ways = known[number].kinds_of_plan(local_steps, finely=begins is not None)
+                for kind in sorted(ways, key=lambda kind: begins is not None and kind != begins[0]):
+                    if (seconds := ways[kind](found_s)) < found_s:
+                        found_s, of = seconds, (kind, number)
+            elif size.path_s > LONGER * found_s:
+                break  # larger micro-batches pass the layers no sooner
+        return found_s, of
+
+    regions_s, of = least(None)
+    if any(bound.tells_apart for bound in known.values()) and (finer := least(of))[0] > regions_s:
+        regions_s, of = finer
     parts = {"compute": compute_s, "path": path_s, "stages": min(stages_s, regions_s), "regions": regions_s}
     return LowerBound(seconds=regions_s, parts=parts, of=of)

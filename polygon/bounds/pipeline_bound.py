@@ -11,10 +11,10 @@ import numpy as np
 from polygon.bounds.lanes import lanes_end
 from polygon.bounds.least_traffic import Across, LeastTraffic, hidden_part
 from polygon.bounds.pipeline_costs import Pipeline, best_class, device_sums
-from polygon.bounds.region_sets import RegionSets
+from polygon.bounds.region_sets import ENUMERATED, RegionSets
 from polygon.bounds.region_sums import LedSets
 from polygon.bounds.size_work import HELD, SizeWork
-from polygon.bounds.stage_bound import least_capacity
+from polygon.bounds.stage_bound import FEW, least_capacity
 from polygon.bounds.stage_tiers import (
     MANY_NODES,
     Tier,
@@ -33,6 +33,10 @@ WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 """Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
 TIED = 3e-3
 """Of a step that a sum of tied embeddings takes longer than another from which the bound tells it apart."""
+SAME = 1e-2
+"""Of a step of compute alone: sets of regions that wait so much longer than others are looked at with these."""
+PARTS, FEWER = 6, 3
+"""In so many the sets are looked at where that is too fine, and neighbourhoods that stand for sets."""
 TOLERANCE = 5e-4
 """Relative precision to which the least time is bisected (the lower end is returned)."""
 
@@ -42,6 +46,8 @@ def constant(capacity: float) -> Callable[[float], float]:
     return lambda _: capacity
 
 
+OfSets = Callable[[RegionSets, float, float], float]
+"""Least time over some sets of regions together, given which is known and which is too little (`_waiting_s`)."""
 NOWHERE = Tier(0.0, np.inf, 0.0, 0.0)
 """A tier without any room."""
 
@@ -51,6 +57,9 @@ class PipelineBound:
 
     def __init__(self, size: SizeWork, traffic: LeastTraffic) -> None:
         self.size, self.traffic, self.traffic_s = size, traffic, traffic.between_regions(size).least_s
+        self.same_s = np.inf
+        self.tells_apart = 1 < len(traffic.used_regions) <= ENUMERATED and len(size.kinds.classes) <= FEW
+        """Whether there are sets of regions, few of them, and few classes, so that looking takes little time."""
         capacity = size.class_capacity
         # A worker that has whole sequences sums with nobody.
         most = float(max(held for held, of in zip(capacity, size.kinds.classes, strict=True) if of.cp == 1))
@@ -72,28 +81,23 @@ class PipelineBound:
         others_s, others = each_s.sum() - each_s[size.run].sum(), len(each_s) - len(each_s[size.run])
 
         def exposed(more: int, more_s: float) -> tuple[np.ndarray, np.ndarray, tuple[list[Across], list[Across]]]:
-            """Sums as far as backward does not hide them, with and without latency between regions, of stages that may
-            have so many more layers, with a backward of so much."""
-            count = layers + more
-            part = np.maximum((count - 1) / count, hidden_part(runtime))
-            hidden_s = (backward_s + more_s) * part
-            last = np.full_like(count, traffic.part_of_any) if more else traffic.part_at_end
+            """Sums as far as the longest backward does not hide them, with and without latency between regions, of
+            stages that may have so many more layers, with a backward of so much."""
+            hidden_s = (backward_s + more_s) * hidden_part(runtime, layers + more)
+            last = np.full_like(layers, traffic.part_of_any) if more else traffic.part_at_end
             last = last if runtime.by_layer else np.minimum(last, runtime.last_bucket)
             if not more:
                 self.hidden_s, self.last = float(hidden_s[0, -1]), float(last[0, -1])
             # Nothing is left of a sum of which nothing comes last, even where there is no link for it.
             inside_s = np.maximum(np.where(last > 0, whole_s, 0.0) * last, whole_s - hidden_s)
             across = traffic.across(size.device_capacity, hidden_s, last)
-            far, near = (
-                np.array([[*inside_s[i], *(getattr(tier, name) for tier in across[i])] for i in range(2)])
-                for name in ("exposed_s", "near_s")
-            )
-            # Tiers last: the program looks at all of them for the same layers.
-            far, near = (np.ascontiguousarray(np.moveaxis(of, 1, 3)) for of in (far, near))
-            return far, near, across
+            return _by_tier(inside_s, across, "exposed_s"), _by_tier(inside_s, across, "near_s"), across
 
         tier_s, self.near_s, across = exposed(0, 0.0)
         self.group_tier_s = exposed(others, float(others_s))[0]
+        self.whole_s, self.rest_s = (_by_tier(whole_s, across, name) for name in ("whole_s", "rest_s"))
+        self.group_hidden_part = hidden_part(runtime, layers + others)
+        own_forward_s = np.ascontiguousarray(np.moveaxis(differences(size.forward_s.min(axis=1)), 0, -1))
         # Regions that meet only every so many steps do it after the update.
         self.local_tier_s = tier_s.copy()
         for i, tiers in enumerate(across):
@@ -127,6 +131,9 @@ class PipelineBound:
                 kind_devices=size.kind_devices,
                 best=best_class(size.fitting_s, capacity),
                 tier_s=tier_s,
+                whole_s=self.whole_s,
+                hidden_part=hidden_part(runtime, layers),
+                own_forward_s=own_forward_s,
                 tier_capacity=np.array(
                     [
                         [*(t.capacity for t in near), *(t.capacity for t in far)]
@@ -158,6 +165,7 @@ class PipelineBound:
         further: bool = True,
         lanes: bool = True,
         rest: float = 0.0,
+        above_s: float = 0.0,
     ) -> float:
         """Least time in which a pipeline can end, if it is less than `known_s` (else that).
 
@@ -173,6 +181,8 @@ class PipelineBound:
             Whether groups of an interleaved plan are looked at as lanes too.
         rest : float
             Work that is not the pipeline's, and is not in the capacity.
+        above_s : float
+            Less is of no use.
         """
         ends = partial(self._ends, capacity=capacity, most_stages=most_stages, further=further, lanes=lanes, rest=rest)
         pipeline, levels = only or self.pipeline, self.tied_levels if most_stages > 1 else self.tied_levels[:1]
@@ -180,7 +190,8 @@ class PipelineBound:
         if len(levels) > 1 and np.isfinite(known_s) and not ends(pipeline, known_s):
             return known_s
         for tied_s, most in levels:
-            known_s = self._first_s(partial(ends, pipeline._replace(tied_s=tied_s, tied_capacity=most)), known_s)
+            own = pipeline._replace(tied_s=tied_s, tied_capacity=most)
+            known_s = self._first_s(partial(ends, own), known_s, above_s)
         return known_s
 
     def _ends(
@@ -205,9 +216,9 @@ class PipelineBound:
             return True
         return bool(lanes_end(pipeline, time_s, most_stages, limit))
 
-    def _first_s(self, ends: Callable[[float], bool], known_s: float) -> float:
-        """First time at which something ends, if it is less than `known_s` (else that)."""
-        low_s = max(self.size.path_s, self.size.compute_s)
+    def _first_s(self, ends: Callable[[float], bool], known_s: float, above_s: float) -> float:
+        """First time, `above_s` at least, at which something ends, if it is less than `known_s` (else that)."""
+        low_s = max(self.size.path_s, self.size.compute_s, above_s)
         if low_s >= known_s or not ends(known_s if np.isfinite(known_s) else 1e6 * low_s):
             return known_s
         if ends(low_s):
@@ -224,44 +235,65 @@ class PipelineBound:
                 low_s = middle_s
         return low_s
 
-    def kinds_of_plan(self, local_steps: int) -> dict[str, Callable[[float], float]]:
-        """For every kind of plan the least time; what it is given, if that is less."""
-        sets = self.traffic.sets(self.size)
+    def kinds_of_plan(self, local_steps: int, *, finely: bool) -> dict[str, Callable[[float], float]]:
+        """For every kind of plan the least time; what it is given, if that is less.
 
-        def apart_s(known_s: float) -> float:
-            # The most promising first: the others then need one look each.
-            work = self.size.work
-            for some in sorted(sets.bins(), key=lambda some: float((some.waits_s + work / some.capacity).min())):
-                known_s = min(known_s, self.apart_s(some, known_s))
-            return known_s
+        Parameters
+        ----------
+        finely : bool
+            Whether to tell sets of regions apart as finely as it matters (`tells_apart`).
+        """
+        sets, self.same_s = self.traffic.sets(self.size), SAME * self.size.compute_s if finely else np.inf
 
         led = self.traffic.led(self.size, self.hidden_s, self.last)
         kinds: dict[str, Callable[[float], float]] = {
-            "stages": apart_s,
+            "stages": partial(self._of_sets, sets, self.apart_s),
             "one stage": partial(self.single_s, led),
             "interleaved": partial(self.interleaved_s, sets),
         }
         return kinds | {"local steps": self.local_s} if local_steps > 1 else kinds
 
-    def apart_s(self, sets: RegionSets, known_s: float) -> float:
+    def _of_sets(self, sets: RegionSets, least_s: OfSets, known_s: float) -> float:
+        """Least time over sets of regions, if it is less than `known_s` (else that), given what finds it for some of
+        them together."""
+        parts = 1 if self.same_s < np.inf else PARTS if sets.enumerated else FEWER
+        return self._of_parts(sets.by_first(parts), least_s, known_s, 0.0)
+
+    def _of_parts(self, parts: list[RegionSets], least_s: OfSets, known_s: float, above_s: float) -> float:
+        """Least time over parts of the sets of regions, if it is less than `known_s` (else that), given what finds a
+        bound for a part's sets together: those that may be quickest first, and each part in ever smaller ones while
+        it may be quicker than what is known."""
+
+        def computing_s(some: RegionSets) -> float:
+            return float(((self.size.work + some.away) / some.capacity + some.waits_s).min())
+
+        for some in sorted(parts, key=computing_s):
+            if computing_s(some) < known_s and (found_s := least_s(some, known_s, above_s)) < known_s:
+                halves = some.halves(self.same_s)
+                known_s = self._of_parts(halves, least_s, known_s, found_s) if halves else found_s
+        return known_s
+
+    def apart_s(self, sets: RegionSets, known_s: float, above_s: float) -> float:
         """Least time of a plan on one of some sets of regions; `known_s` if that is less.
 
         What all wait is taken off the time. A stage's own sum goes on while they wait, but for the first stage's, whose
         latency it is.
         """
-        first_s, tier_s = float(sets.first_s.max()), self.pipeline.tier_s.copy()
+        first_s, tier_s, whole_s = float(sets.first_s.max()), self.pipeline.tier_s.copy(), self.whole_s
         if first_s == 0:
             tier_s[:, 0, :, self.inside :] = np.inf
         else:
-            tier_s = np.maximum(tier_s - first_s, 0.0)
+            tier_s, whole_s = np.maximum(tier_s - first_s, 0.0), whole_s - first_s
             tier_s[:, 0, :, : self.inside] = np.inf
             tier_s[:, 0, :, self.inside :] = self.near_s[:, 0, :, self.inside :]
-        return self._waiting_s(sets, known_s, self.pipeline._replace(tier_s=tier_s))
+            whole_s[:, 0, :, self.inside :] = self.rest_s[:, 0, :, self.inside :]
+        return self._waiting_s(sets, known_s, above_s, self.pipeline._replace(tier_s=tier_s, whole_s=whole_s))
 
     def _waiting_s(
         self,
         sets: RegionSets,
         known_s: float,
+        above_s: float,
         pipeline: Pipeline,
         *,
         part: Pipeline | None = None,
@@ -270,7 +302,8 @@ class PipelineBound:
         further: bool = True,
         lanes: bool = True,
     ) -> float:
-        """Least time of a pipeline after what all of some sets of regions wait; `known_s` if that is less.
+        """Least time of a pipeline after what all of some sets of regions wait, `above_s` at least; `known_s` if that
+        is less.
 
         Workers do whole micro-batches; and those whose regions are away do less of everything, parts of one included.
         Work beside the pipeline's counts with these alone: who does not begin another micro-batch may do it meanwhile.
@@ -287,8 +320,7 @@ class PipelineBound:
         if self.traffic_s >= known_s:
             return known_s
         waits_s, most = float(sets.waits_s.min()), float(sets.capacity.max())
-        least = partial(self.least_s, most_stages=most_stages, further=further, lanes=lanes)
-
+        least = partial(self.least_s, most_stages=most_stages, further=further, lanes=lanes, above_s=above_s - waits_s)
         least_s = least(constant(most), known_s - waits_s, only=pipeline)
         if least_s + waits_s < known_s and (sets.away.any() or rest > 0):
             # The quickest message is that which links between regions are held against.
@@ -300,9 +332,9 @@ class PipelineBound:
 
     def single_s(self, led: LedSets, known_s: float) -> float:
         """Least time of one stage in several regions, which find the norm in what they have summed and may lead."""
-        tier_s = self.pipeline.tier_s.copy()
-        tier_s[..., self.inside :] = 0.0
-        pipeline = self.pipeline._replace(tier_s=tier_s)
+        tier_s, whole_s = self.pipeline.tier_s.copy(), self.whole_s.copy()
+        tier_s[..., self.inside :] = whole_s[..., self.inside :] = 0.0
+        pipeline = self.pipeline._replace(tier_s=tier_s, whole_s=whole_s)
         least = partial(self.least_s, most_stages=1, further=False)
         least_s = least(constant(float(led.capacity.max(initial=0.0))), known_s, only=pipeline)
         if least_s < known_s:
@@ -334,21 +366,14 @@ class PipelineBound:
         some_without = [(*step, without) for step in pairwise((*GROUPS, MANY_NODES)) if step[0] < self.size.others]
         for fewest, more, without in [*((*step, 0) for step in steps), *some_without]:
             (pipeline, part), further = self._groups(fewest, without), fewest == GROUPS[-1] < most
-            for some in sets.bins():
-                computing_s = (self.size.work + some.away) / some.capacity + some.waits_s
-                if float(computing_s.min()) >= known_s:
-                    continue
-                tier_s = np.maximum(pipeline.tier_s - float(some.first_s.max()), 0.0)
-                known_s = self._waiting_s(
-                    some,
-                    known_s,
-                    pipeline._replace(tier_s=tier_s),
-                    part=part._replace(tier_s=tier_s),
-                    rest=self.size.rest_work,
-                    most_stages=fewest if further else min(more - 1, most) - (without > 0),
-                    further=further,
-                    lanes=not without,
-                )
+            least = partial(
+                self._waiting_s,
+                rest=self.size.rest_work,
+                most_stages=fewest if further else min(more - 1, most) - (without > 0),
+                further=further,
+                lanes=not without,
+            )
+            known_s = self._of_sets(sets, partial(_in_groups_s, least, pipeline, part), known_s)
         return known_s
 
     def _groups(self, fewest: int, without: int) -> tuple[Pipeline, Pipeline]:
@@ -370,10 +395,8 @@ class PipelineBound:
             rest_s[:, ::2] -= ends_s[:, None, :, None]
         else:
             class_s[:, ::2] += ends_s[:, None, :, None]
-        tier_s = np.full((2, 3, count + 3, self.group_tier_s.shape[-1]), np.inf)
-        for row in range(3):
-            first = run.start + min(row, 1)
-            tier_s[:, row, row + 1 : row + 1 + run.stop - first] = self.group_tier_s[:, first, first + 1 : run.stop + 1]
+        tier_s, whole_s = (_of_groups(of, run, 1) for of in (self.group_tier_s, self.whole_s))
+        hidden, own_forward_s = (_of_groups(of, run, 0) for of in (self.group_hidden_part, self.pipeline.own_forward_s))
         pipeline = self.pipeline._replace(
             forward_s=nothing,
             backward_s=nothing,
@@ -382,6 +405,9 @@ class PipelineBound:
             levels=levels,
             best=best_class(class_s, self.pipeline.class_capacity),
             tier_s=tier_s,
+            whole_s=whole_s,
+            hidden_part=hidden,
+            own_forward_s=own_forward_s,
             fewest=max(1, fewest - without),
             back_s=back_s,
             path_s=self.size.trip_s,
@@ -395,7 +421,8 @@ class PipelineBound:
 
         All have the same stages, so of these no more than the second largest has devices.
         """
-        pipeline, most = self.pipeline._replace(tier_s=self.local_tier_s), self.most_stages_inside
+        pipeline = self.pipeline._replace(tier_s=self.local_tier_s, whole_s=np.zeros_like(self.whole_s))
+        most = self.most_stages_inside
         least_s = self.least_s(
             constant(self.size.capacity),
             known_s,
@@ -404,6 +431,39 @@ class PipelineBound:
             further=most > MOST_STAGES,
         )
         return min(known_s, max(least_s, self.meeting_s))
+
+
+def _in_groups_s(
+    least_s: Callable[..., float],
+    pipeline: Pipeline,
+    part: Pipeline,
+    sets: RegionSets,
+    known_s: float,
+    above_s: float,
+) -> float:
+    """Least time of an interleaved plan on some sets of regions, whose sums begin while the first group's is on its
+    way."""
+    first_s = float(sets.first_s.max())
+    tier_s, whole_s = np.maximum(pipeline.tier_s - first_s, 0.0), pipeline.whole_s - first_s
+    own, own_part = (of._replace(tier_s=tier_s, whole_s=whole_s) for of in (pipeline, part))
+    return least_s(sets, known_s, above_s, own, part=own_part)
+
+
+def _of_groups(of_layers: np.ndarray, run: slice, axis: int) -> np.ndarray:
+    """What so many layers of a run of alike ones have in a first group, in one between and in the last, given what
+    layers [a, b) have by a and b on two axes; inf elsewhere."""
+    values = np.moveaxis(of_layers, (axis, axis + 1), (0, 1))
+    found = np.full((3, run.stop - run.start + 3, *values.shape[2:]), np.inf)
+    for row in range(3):
+        first = run.start + min(row, 1)
+        found[row, row + 1 : row + 1 + run.stop - first] = values[first, first + 1 : run.stop + 1]
+    return np.ascontiguousarray(np.moveaxis(found, (0, 1), (axis, axis + 1)))
+
+
+def _by_tier(inside_s: np.ndarray, across: tuple[list[Across], list[Across]], name: str) -> np.ndarray:
+    """Seconds of layers [a, b), shape (2, n, n + 1, tiers): the program looks at all tiers for the same layers."""
+    found = np.array([[*inside_s[i], *(getattr(tier, name) for tier in across[i])] for i in range(2)])
+    return np.ascontiguousarray(np.moveaxis(found, 1, 3))
 
 
 def _least_sum(sums: np.ndarray) -> np.ndarray:

@@ -48,6 +48,12 @@ class Pipeline(NamedTuple):
     [1], at the last level."""
     tier_s: np.ndarray
     """(2, n, n + 1, j) least exposed seconds of reducing layers [a, b)."""
+    whole_s: np.ndarray
+    """(2, n, n + 1, j) least seconds of all of these sums, hidden or not."""
+    hidden_part: np.ndarray
+    """(n, n + 1) part of a worker's own last backward that hides them."""
+    own_forward_s: np.ndarray
+    """(n, n + 1, c) least forward of a micro-batch: what is over of its time is backward."""
     tier_capacity: np.ndarray
     """(2, j) most compute that workers so placed have together."""
     tier_free: np.ndarray

@@ -24,9 +24,7 @@ import numpy as np
 
 from polygon.cost.reduction import exchange_rounds
 
-ENUMERATED = 9
-MOST_BINS, FEW_BINS = 6, 3
-"""Groups of pairs of sets taken together, by what all wait; and where neighbourhoods stand for sets."""
+ENUMERATED = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,26 +92,26 @@ class RegionSets:
         Compute times seconds that those outside of the first stage are idle.
     same : ndarray of bool
         Whether all regions may be in the first stage.
-    regions : int
-        Of the cluster that may be used.
+    enumerated : bool
+        Whether these are all sets, no neighbourhoods.
     """
 
-    regions: int
     agree_s: np.ndarray
     first_s: np.ndarray
     capacity: np.ndarray
     away: np.ndarray
     same: np.ndarray
+    enumerated: bool
 
     def some(self, which: np.ndarray) -> RegionSets:
         """Some of them."""
         return RegionSets(
-            regions=self.regions,
             agree_s=self.agree_s[which],
             first_s=self.first_s[which],
             capacity=self.capacity[which],
             away=self.away[which],
             same=self.same[which],
+            enumerated=self.enumerated,
         )
 
     @property
@@ -126,14 +124,20 @@ class RegionSets:
         """Most compute that any has in so much time in which it computes, over that time."""
         return float((self.capacity - self.away / time_s).max())
 
-    def bins(self) -> list[RegionSets]:
-        """Put together by what all wait, those whose first stage is in one region apart."""
-        most = MOST_BINS if self.regions <= ENUMERATED else FEW_BINS
+    def by_first(self, most: int) -> list[RegionSets]:
+        """Those whose first stage is in one region, and the others, each in so many parts by what all wait."""
         parts = []
         for group in (np.flatnonzero(self.first_s == 0), np.flatnonzero(self.first_s > 0)):
             order = group[np.argsort(self.waits_s[group], kind="stable")]
             parts += [self.some(part) for part in np.array_split(order, min(most, len(order)) or 1) if len(part)]
         return parts
+
+    def halves(self, least_s: float) -> list[RegionSets]:
+        """Those that wait less and those that wait more than the middle of all waits; none where these differ by so
+        little."""
+        low_s, high_s = float(self.waits_s.min()), float(self.waits_s.max())
+        less = self.waits_s <= 0.5 * (low_s + high_s)
+        return [self.some(less), self.some(~less)] if high_s - low_s > least_s else []
 
 
 def longest_way_s(latency_s: np.ndarray, members: np.ndarray, *, whole: bool) -> np.ndarray:
@@ -193,12 +197,12 @@ def _enumerated(capacity: np.ndarray, ways: Ways) -> RegionSets:
         rows.append((sets, np.full(len(sets), sums_s[first]), member[sets] @ away, sets == first))
     sets, first_s, away, same = (np.concatenate(column) for column in zip(*rows, strict=True))
     return RegionSets(
-        regions=n,
         agree_s=spread_s[sets],
         first_s=first_s,
         capacity=(member @ capacity)[sets],
         away=away,
         same=same,
+        enumerated=True,
     )
 
 
@@ -240,7 +244,7 @@ def _neighbourhoods(capacity: np.ndarray, ways: Ways, least_s: float) -> RegionS
             agree_s, wait_s = np.broadcast_to(spread_s, wide.shape), np.broadcast_to(first_s[:, None], wide.shape)
             rows.append(tuple(column[wide] for column in (agree_s, wait_s, held, idle, same)))
     agree_s, first_s, held, idle, same = (np.concatenate(column) for column in zip(*rows, strict=True))
-    return RegionSets(regions=n, agree_s=agree_s, first_s=first_s, capacity=held, away=idle, same=same)
+    return RegionSets(agree_s=agree_s, first_s=first_s, capacity=held, away=idle, same=same, enumerated=False)
 
 
 def _quickest(seconds: np.ndarray) -> np.ndarray:

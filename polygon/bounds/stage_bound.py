@@ -8,17 +8,37 @@ from polygon.bounds.in_turn import MANY, in_turn_capacity
 from polygon.bounds.pipeline_costs import Pipeline
 from polygon.jit.compilation import general, kernel
 
+FEW = 24
+"""Classes of workers up to which what each sees of sums counts where all do many micro-batches."""
+NOTHING = 0.0
+"""Of sums that take no longer than what the time is without already."""
+
 
 @kernel
-def most_done(pipeline: Pipeline, sharding: int, c: int, stage: int, first: int, last: int, left_s: float) -> float:
+def unhidden_s(pipeline: Pipeline, first: int, last: int, c: int, each_s: float, over_s: float) -> float:
+    """What a worker of class c that needs so long for a micro-batch of layers [first, last) sees of sums that take
+    `over_s`: none begins before its last backward does.
+
+    Whatever a plan's micro-batches take longer than that in backward, they take longer as well.
+    """
+    part = pipeline.hidden_part[first, last]
+    return over_s - part * max(0.0, each_s - pipeline.own_forward_s[first, last, c]) if part > 0 else over_s
+
+
+@kernel
+def most_done(
+    pipeline: Pipeline, sharding: int, c: int, stage: int, first: int, last: int, left_s: float, over_s: float
+) -> float:
     """Most micro-batches of layers [first, last) that a worker of class c does in so much time; 0 if it cannot.
 
     One that does m has min(m, held) in flight, and the more it has in flight the more it recomputes: of the levels up
-    to m the last counts.
+    to m the last counts. Sums take `over_s` more than the time is without already, as far as nothing hides them.
     """
     levels, most = pipeline.levels[min(stage, len(pipeline.levels) - 1)], 0.0
     for level in range(levels):
-        done = left_s * (1 + 1e-9) / pipeline.class_s[sharding, first, last, c, level]
+        each_s = pipeline.class_s[sharding, first, last, c, level]
+        seen_s = max(0.0, unhidden_s(pipeline, first, last, c, each_s, over_s)) if over_s > 0 else 0.0
+        done = (left_s - seen_s) * (1 + 1e-9) / each_s
         if done < 1:
             break  # with more in flight a micro-batch takes no less
         if level + 1 < levels:
@@ -31,24 +51,32 @@ def most_done(pipeline: Pipeline, sharding: int, c: int, stage: int, first: int,
 
 
 @kernel
-def workers_capacity(pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float) -> float:
+def workers_capacity(
+    pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float, over_s: float
+) -> float:
     """Least compute of workers that do all micro-batches of layers [first, last) in so much time; inf if none can.
 
     A worker of class c does k whole micro-batches; the class with least compute for each may make up the whole stage.
+    `over_s`: see `most_done`.
     """
-    return rounded(pipeline, parts_capacity(pipeline, sharding, stage, first, last, left_s))
+    return rounded(pipeline, parts_capacity(pipeline, sharding, stage, first, last, left_s, over_s))
 
 
 @kernel
-def parts_capacity(pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float) -> float:
+def parts_capacity(
+    pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float, over_s: float
+) -> float:
     """`workers_capacity` where parts of a worker are allowed."""
     each = np.inf
-    many = left_s / pipeline.best[1, sharding, first, last] if len(pipeline.held) == 1 else 0.0
+    alike = len(pipeline.held) == 1 and (over_s <= 0 or len(pipeline.class_capacity) > FEW)
+    many = left_s / pipeline.best[1, sharding, first, last] if alike else 0.0
     if many >= 1 and (not pipeline.whole or MANY <= many <= pipeline.micro_batches):
         # So many that whole ones or parts make no difference.
-        each = pipeline.best[0, sharding, first, last] / left_s
-    for c in range(len(pipeline.class_capacity) if each == np.inf else 0):
-        done = most_done(pipeline, sharding, c, stage, first, last, left_s)
+        return float(pipeline.best[0, sharding, first, last] / left_s * pipeline.micro_batches)
+    for c in range(len(pipeline.class_capacity)):
+        if pipeline.class_capacity[c] * pipeline.class_s[sharding, first, last, c, 0] >= each * left_s:
+            continue  # without any sums it would not be less
+        done = most_done(pipeline, sharding, c, stage, first, last, left_s, over_s)
         if done > 0:
             each = min(each, pipeline.class_capacity[c] / done)
     return each * pipeline.micro_batches
@@ -56,12 +84,12 @@ def parts_capacity(pipeline: Pipeline, sharding: int, stage: int, first: int, la
 
 @kernel
 def passing_capacity(
-    pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float, price: float
+    pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float, over_s: float, price: float
 ) -> float:
     """`parts_capacity` and, at so much for a second, what a micro-batch takes on the worker that does it."""
     each = np.inf
     for c in range(len(pipeline.class_capacity)):
-        done = most_done(pipeline, sharding, c, stage, first, last, left_s)
+        done = most_done(pipeline, sharding, c, stage, first, last, left_s, over_s)
         if done > 0:
             own_s = pipeline.class_s[sharding, first, last, c, 0]
             each = min(each, pipeline.class_capacity[c] / done * pipeline.micro_batches + price * own_s)
@@ -85,15 +113,17 @@ def rounded(pipeline: Pipeline, capacity: float) -> float:
 
 
 @kernel
-def all_done(pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float) -> float:
+def all_done(
+    pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float, over_s: float
+) -> float:
     """Most micro-batches of layers [first, last) that all devices together do in so much time."""
     total = 0.0
     for kind in range(len(pipeline.kind_devices)):
         each = 0.0
         for c in range(len(pipeline.class_capacity)):
             if pipeline.class_kind[c] == kind:
-                done = most_done(pipeline, sharding, c, stage, first, last, left_s) / pipeline.class_devices[c]
-                each = max(each, done)
+                done = most_done(pipeline, sharding, c, stage, first, last, left_s, over_s)
+                each = max(each, done / pipeline.class_devices[c])
         total += each * pipeline.kind_devices[kind]
     return total
 
@@ -107,6 +137,7 @@ def placed_capacity(
     first: int,
     last: int,
     left_s: float,
+    over_s: float,
     room: float,
     price: float,
     begins_s: float,
@@ -119,13 +150,13 @@ def placed_capacity(
     A stage of all layers has no other devices than all, each kind at its own pace.
     """
     if first == 0 and last == pipeline.forward_s.shape[0] - 1:
-        most = all_done(pipeline, sharding, stage, first, last, left_s)
+        most = all_done(pipeline, sharding, stage, first, last, left_s, over_s)
         if most < pipeline.micro_batches * (1 - 1e-9):
             return np.inf
-    need = parts_capacity(pipeline, sharding, stage, first, last, left_s)
+    need = parts_capacity(pipeline, sharding, stage, first, last, left_s, over_s)
     if sharding % 3 and need > pipeline.tier_free[tier]:
         free = pipeline.tier_free[tier]
-        apart = parts_capacity(pipeline, sharding + 1, stage, first, last, left_s)
+        apart = parts_capacity(pipeline, sharding + 1, stage, first, last, left_s, over_s)
         need = free + (1 - free / need) * apart if need < np.inf else np.inf
     need = rounded(pipeline, need)
     if need > room:
@@ -137,7 +168,9 @@ def placed_capacity(
         need = max(need, rounded(pipeline, turn))
         if need > room:
             return np.inf
-    return max(need, passing_capacity(pipeline, sharding, stage, first, last, left_s, price)) if price > 0 else need
+    if price > 0:
+        need = max(need, passing_capacity(pipeline, sharding, stage, first, last, left_s, over_s, price))
+    return need
 
 
 @kernel
@@ -159,8 +192,8 @@ def stage_capacity(
     is known.
 
     Its workers have `time_s` less the time until the first micro-batch arrives and less the longer of what follows the
-    last one: reduction (the wider the tier, the longer), or backward through the stages before. `price`: see
-    `placed_capacity`.
+    last one: reduction (the wider the tier, the longer, and the longer the shorter its own last backward), or backward
+    through the stages before. `price`: see `placed_capacity`.
     """
     ends, scatters = last == pipeline.forward_s.shape[0] - 1, sharding % 3
     # Of alike layers, the first group waits for the last one's, or for one before it; all others for the first one.
@@ -168,19 +201,22 @@ def stage_capacity(
     tied_s = pipeline.tied_s if tied else 0.0
     most = pipeline.tied_capacity if tied else np.inf
     best = np.inf
-    found_s, found_free = np.inf, 0.0
+    found_s, found_whole_s, found_free = np.inf, np.inf, 0.0
     for j in range(pipeline.tier_s.shape[3]):
         room, free = min(pipeline.tier_capacity[scatters, j], most) * (1 + 1e-9), pipeline.tier_free[j]
         reduced_s = max(tail_s, pipeline.tier_s[scatters, first, last, j] + tied_s)
         if at_best > room or reduced_s == np.inf:
             continue
-        if reduced_s >= found_s and (not scatters or free <= found_free):
+        whole_s = pipeline.whole_s[scatters, first, last, j] + tied_s
+        if reduced_s >= found_s and whole_s >= found_whole_s and (not scatters or free <= found_free):
             continue  # a tier with less to wait has room enough
         left_s = time_s - begins_s - reduced_s
         room = min(room, best, known)
-        need = placed_capacity(pipeline, sharding, j, stage, first, last, left_s, room, price, begins_s, time_s, limit)
+        need = placed_capacity(
+            pipeline, sharding, j, stage, first, last, left_s, whole_s - reduced_s, room, price, begins_s, time_s, limit
+        )
         if need < best:
-            best, found_s, found_free = need, reduced_s, free
+            best, found_s, found_whole_s, found_free = need, reduced_s, whole_s, free
         if best <= at_best:
             break
     return best
@@ -227,7 +263,7 @@ def stage_need(
         if possible and fewest >= least:
             break  # with more devices it needs no less
         for sharding in range(3 * spread, 3 * spread + 2):
-            at_best = workers_capacity(pipeline, sharding, stage, first, last, time_s - begins_s - tail_s)
+            at_best = workers_capacity(pipeline, sharding, stage, first, last, time_s - begins_s - tail_s, NOTHING)
             if at_best <= limit:
                 possible = True
                 if max(at_best, fewest) < least:

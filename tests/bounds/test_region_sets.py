@@ -75,10 +75,20 @@ def test_no_pair_of_sets_has_more_than_the_list_says(n, seed, time_s):
                     assert sets.some(fits).most(time_s) >= has - 1e-9
 
 
-def test_bins_lose_nothing():
-    """Every pair is in one bin, and bins whose first stage is one region have no other."""
+def test_parts_lose_nothing():
+    """Every pair is in one part, however often it is halved, and sets whose first stage is one region have no other."""
     ways = drawn_ways(5, 3)
     sets = region_sets(np.ones(5), ways, least_s=LEAST_S)
-    bins = sets.bins()
-    assert sum(len(some.capacity) for some in bins) == len(sets.capacity)
-    assert all((some.first_s == 0).all() or (some.first_s > 0).all() for some in bins)
+    parts = sets.by_first(1)
+    assert all((some.first_s == 0).all() or (some.first_s > 0).all() for some in parts)
+    leaves = []
+    while parts:
+        some = parts.pop()
+        halves = some.halves(1e-3)
+        parts += halves
+        leaves += [] if halves else [some]
+        assert halves or np.ptp(some.waits_s) <= 1e-3
+    assert len(leaves) > 2
+    for name in ("agree_s", "first_s", "capacity", "away"):
+        joined = np.concatenate([getattr(some, name) for some in leaves])
+        assert np.array_equal(np.sort(joined), np.sort(getattr(sets, name)))
