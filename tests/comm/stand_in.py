@@ -508,7 +508,8 @@ def watched_ranks(function, n_ranks, *args):
                 results[rank] = result_of(end, rank)
             now = tuple(board.moves)
             still = now == before and all(now) and all(board.sleeps(r, started[r][0].pid) for r in ends.values())
-            asleep, before = asleep + 1 if still else 0, now
+            # Ranks that sleep and wait for nothing on their devices begin or end, as long as that takes.
+            asleep, before = asleep + 1 if still and board.waiting() else 0, now
             if asleep >= LOOKS:
                 raise HangError(board.waiting())
     finally:
