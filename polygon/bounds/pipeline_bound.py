@@ -57,7 +57,6 @@ class PipelineBound:
 
     def __init__(self, size: SizeWork, traffic: LeastTraffic) -> None:
         self.size, self.traffic, self.traffic_s = size, traffic, traffic.between_regions(size).least_s
-        self.same_s = np.inf
         self.tells_apart = 1 < len(traffic.used_regions) <= ENUMERATED and len(size.kinds.classes) <= FEW
         """Whether there are sets of regions, few of them, and few classes, so that looking takes little time."""
         capacity = size.class_capacity
@@ -243,23 +242,25 @@ class PipelineBound:
         finely : bool
             Whether to tell sets of regions apart as finely as it matters (`tells_apart`).
         """
-        sets, self.same_s = self.traffic.sets(self.size), SAME * self.size.compute_s if finely else np.inf
+        sets, same_s = self.traffic.sets(self.size), SAME * self.size.compute_s if finely else np.inf
 
         led = self.traffic.led(self.size, self.hidden_s, self.last)
         kinds: dict[str, Callable[[float], float]] = {
-            "stages": partial(self._of_sets, sets, self.apart_s),
+            "stages": partial(self._of_sets, sets, same_s, self.apart_s),
             "one stage": partial(self.single_s, led),
-            "interleaved": partial(self.interleaved_s, sets),
+            "interleaved": partial(self.interleaved_s, sets, same_s),
         }
         return kinds | {"local steps": self.local_s} if local_steps > 1 else kinds
 
-    def _of_sets(self, sets: RegionSets, least_s: OfSets, known_s: float) -> float:
+    def _of_sets(self, sets: RegionSets, same_s: float, least_s: OfSets, known_s: float) -> float:
         """Least time over sets of regions, if it is less than `known_s` (else that), given what finds it for some of
-        them together."""
-        parts = 1 if self.same_s < np.inf else PARTS if sets.enumerated else FEWER
-        return self._of_parts(sets.by_first(parts), least_s, known_s, 0.0)
+        them together; those that wait no more than `same_s` longer than others stay with them."""
+        parts = 1 if same_s < np.inf else PARTS if sets.enumerated else FEWER
+        return self._of_parts(sets.by_first(parts), same_s, least_s, known_s, 0.0)
 
-    def _of_parts(self, parts: list[RegionSets], least_s: OfSets, known_s: float, above_s: float) -> float:
+    def _of_parts(
+        self, parts: list[RegionSets], same_s: float, least_s: OfSets, known_s: float, above_s: float
+    ) -> float:
         """Least time over parts of the sets of regions, if it is less than `known_s` (else that), given what finds a
         bound for a part's sets together: those that may be quickest first, and each part in ever smaller ones while
         it may be quicker than what is known."""
@@ -269,8 +270,8 @@ class PipelineBound:
 
         for some in sorted(parts, key=computing_s):
             if computing_s(some) < known_s and (found_s := least_s(some, known_s, above_s)) < known_s:
-                halves = some.halves(self.same_s)
-                known_s = self._of_parts(halves, least_s, known_s, found_s) if halves else found_s
+                halves = some.halves(same_s)
+                known_s = self._of_parts(halves, same_s, least_s, known_s, found_s) if halves else found_s
         return known_s
 
     def apart_s(self, sets: RegionSets, known_s: float, above_s: float) -> float:
@@ -341,8 +342,8 @@ class PipelineBound:
             least_s = max(least_s, least(led.most, known_s, only=pipeline._replace(whole=False)))
         return least_s
 
-    def interleaved_s(self, sets: RegionSets, known_s: float) -> float:
-        """Least time of an interleaved plan; `known_s` if that is less.
+    def interleaved_s(self, sets: RegionSets, same_s: float, known_s: float) -> float:
+        """Least time of an interleaved plan; `known_s` if that is less. `same_s`: see `_of_sets`.
 
         Its groups hold any layers: what the blocks of a group ask counts, and compute for the rest, in what regions
         apart leave of the time. A group waits for a layer or more of every group before. Of p groups with v chunks
@@ -373,7 +374,7 @@ class PipelineBound:
                 further=further,
                 lanes=not without,
             )
-            known_s = self._of_sets(sets, partial(_in_groups_s, least, pipeline, part), known_s)
+            known_s = self._of_sets(sets, same_s, partial(_in_groups_s, least, pipeline, part), known_s)
         return known_s
 
     def _groups(self, fewest: int, without: int) -> tuple[Pipeline, Pipeline]:
