@@ -264,7 +264,7 @@ def _cluster(row: Mapping[str, Any], device: Device, gpus: int) -> Cluster:
     said = "{}_node_bandwidth_per_gpu_per_direction_gigabytes_per_s"
     intra = float(row.get(said.format("intra")) or usual_link(device.name).bytes_per_s / 1e9) * 1e9
     inter = float(row.get(said.format("inter")) or card_bytes_per_s(device) / 1e9) * 1e9
-    # Without RDMA, as a row says by its latency, NCCL goes through sockets (`polygon.cost.network.TCP_LATENCY_S`).
+    # Without RDMA, as a row says by its latency, NCCL goes through sockets (`polygon.domain.cluster.TCP_LATENCY_S`).
     latency_s = float(row.get("inter_node_latency_milliseconds") or 0.004) * 1e-3
     network = Link(latency_s=latency_s, bytes_per_s=inter * per_node)
     group = NodeGroup(

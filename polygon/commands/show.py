@@ -54,7 +54,12 @@ def models() -> list[Row]:
 def links() -> list[Row]:
     """Every link: latency and bandwidth one way."""
     return [
-        {"name": name, "latency_us": link.latency_s * MS * 1e3, "bandwidth_gbps": link.bytes_per_s / GBPS}
+        {
+            "name": name,
+            "latency_us": link.latency_s * MS * 1e3,
+            "bandwidth_gbps": link.bytes_per_s / GBPS,
+            "rdma": link.rdma,
+        }
         for name, link in catalogue.links().items()
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,8 +60,6 @@ FABRIC_EFFICIENCY = 0.75
 """What large messages reach of NVLink and NVSwitch: 193-227 of 300 GB/s on A100."""
 CARD_EFFICIENCY = 0.93
 """What large messages reach of a network card (SimAI: 0.92-0.96)."""
-TCP_LATENCY_S = 20e-6
-"""Links between nodes of a region with at least this latency are Ethernet without RDMA: NCCL goes through sockets."""
 
 
 def socket_share(bytes_per_s: np.ndarray) -> np.ndarray:
@@ -138,7 +136,7 @@ def shared_link(pool: Pool, tp: int, members: int) -> Link:
     if tp * members <= pool.devices_per_node:
         return pool.intra_node
     rate = pool.inter_node.bytes_per_s / pool.devices_per_node
-    return Link(latency_s=pool.inter_node.latency_s, bytes_per_s=rate)
+    return replace(pool.inter_node, bytes_per_s=rate)
 
 
 def group_of(pool: Pool, members: int, per_node: int) -> Group:

@@ -30,7 +30,6 @@ from polygon.cost.network import (
     NEAR_MESSAGE_S,
     PCIE,
     PCIE_RING,
-    TCP_LATENCY_S,
     fabric_of,
     socket_share,
 )
@@ -150,6 +149,8 @@ class LinkTable:
     collective : ndarray, shape (pools, 6)
         What `collective_s` takes of a pool: devices per node, fabric rate and latency, how devices are joined, whether
         NCCL drives it, factor of the calibration.
+    rdma : ndarray of bool, shape (pools, pools)
+        Whether nodes of a region reach one another without sockets; between regions never.
     ring_latency_s, ring_bytes_per_s : ndarray, shape (pools, pools)
         Of the link between two nodes, as the cluster has it: for collectives, which know what they reach of it.
     factor : float
@@ -162,16 +163,18 @@ class LinkTable:
         self.region = np.array([pool.region for pool in pools], dtype=np.int64)
         self.latency_s = cluster.latency_s[np.ix_(self.region, self.region)].astype(float)
         self.bytes_per_s = cluster.bytes_per_s[np.ix_(self.region, self.region)].astype(float)
+        self.rdma = np.zeros(self.latency_s.shape, dtype=bool)
         for a, b in np.argwhere(self.region[:, None] == self.region[None, :]).tolist():
             # Pools of a region are joined by its own network; that between equal nodes may be a better one.
             link = pools[a].inter_node if a == b else cluster.regions[pools[a].region].intra_region
             self.latency_s[a, b], self.bytes_per_s[a, b] = link.latency_s, link.bytes_per_s
+            self.rdma[a, b] = link.rdma
         self.ring_latency_s, self.ring_bytes_per_s = self.latency_s.copy(), self.bytes_per_s.copy()
         nccl = np.array([not pool.device.is_cpu for pool in pools])
         inside = self.region[:, None] == self.region[None, :]
         near = inside & nccl[:, None] & nccl[None, :]
         # What is not RDMA reaches less; `collective_s` takes CARD_EFFICIENCY off itself.
-        sockets = inside & (self.latency_s >= TCP_LATENCY_S)
+        sockets = inside & ~self.rdma
         self.ring_bytes_per_s *= np.where(sockets, socket_share(self.bytes_per_s), 1.0)
         self.ring_bytes_per_s /= np.where(sockets & near, CARD_EFFICIENCY, 1.0)
         self.latency_s += np.where(near, FAR_MESSAGE_S, 0.0)
@@ -184,8 +187,8 @@ class LinkTable:
         # All that leaves a node, to whatever place, passes its cards.
         cards = np.array([pool.inter_node.bytes_per_s for pool in pools])
         self.card_bytes_per_s = cards * np.where(nccl, CARD_EFFICIENCY, 1.0)
-        tcp = np.array([pool.inter_node.latency_s for pool in pools]) >= TCP_LATENCY_S
-        self.card_bytes_per_s = np.where(tcp, cards * socket_share(cards), self.card_bytes_per_s)
+        rdma = np.array([pool.inter_node.rdma for pool in pools])
+        self.card_bytes_per_s = np.where(rdma, self.card_bytes_per_s, cards * socket_share(cards))
         self.collective = np.array(
             [
                 (

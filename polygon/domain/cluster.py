@@ -64,6 +64,10 @@ class Device:
         return self.flops["fp32"]
 
 
+TCP_LATENCY_S = 20e-6
+"""What has at least this latency is taken for Ethernet without RDMA where nothing says what it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A directed connection, as one flow with enough streams sees it."""
@@ -72,10 +76,20 @@ class Link:
     """One way [s]."""
     bytes_per_s: float
     """Of one direction [bytes/s]."""
+    rdma: bool = None  # type: ignore[assignment]
+    """Whether network cards write into the memory of devices themselves (InfiniBand, RoCE, EFA), or all goes through
+    TCP sockets; where it is not given the latency tells (`TCP_LATENCY_S`)."""
 
     def __post_init__(self) -> None:
         require_number(self.latency_s, "latency_s", at_least=0)
         require_number(self.bytes_per_s, "bytes_per_s", above=0)
+        if self.rdma is None:
+            object.__setattr__(self, "rdma", self.rdma_by_latency)
+
+    @property
+    def rdma_by_latency(self) -> bool:
+        """What is taken of a link of this latency if nothing says what it is."""
+        return self.latency_s < TCP_LATENCY_S
 
     def transfer_s(self, n_bytes: float) -> float:
         """Seconds for a message of `n_bytes`: latency + bytes / bandwidth."""

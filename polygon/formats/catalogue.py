@@ -42,7 +42,8 @@ def link_from_spec(spec: LinkSpec) -> Link:
         return link(spec.link)
     assert spec.bandwidth_gbps is not None
     latency_ms = spec.latency_ms if spec.latency_ms is not None else (spec.latency_us or 0.0) / 1e3
-    return Link(latency_s=latency_ms / MS, bytes_per_s=spec.bandwidth_gbps * GBPS)
+    known = {} if spec.rdma is None else {"rdma": spec.rdma}
+    return Link(latency_s=latency_ms / MS, bytes_per_s=spec.bandwidth_gbps * GBPS, **known)
 
 
 def device_from_spec(name: str, spec: DeviceSpec) -> Device:

@@ -290,8 +290,9 @@ def _node_data(group: NodeGroup) -> dict[str, Any]:
     return data
 
 
-def _link_data(link: Link) -> dict[str, float]:
-    return {"latency_ms": to_ms(link.latency_s), "bandwidth_gbps": to_gbps(link.bytes_per_s)}
+def _link_data(link: Link) -> dict[str, Any]:
+    data: dict[str, Any] = {"latency_ms": to_ms(link.latency_s), "bandwidth_gbps": to_gbps(link.bytes_per_s)}
+    return data if link.rdma == link.rdma_by_latency else data | {"rdma": link.rdma}
 
 
 def to_ms(seconds: float) -> float:

@@ -39,7 +39,8 @@ def measured_cluster(cluster: Cluster, report: Mapping[str, Any]) -> Cluster:
 
     Between regions the matrices change, and a direction that was not measured takes the other one's value only where
     the cluster had no link. Inside a region the link between its nodes changes (of its one node group, else between
-    its groups), and is no default any more. The latency is half the least round trip.
+    its groups), and is no default any more. The latency is half the least round trip. A probe sees what sockets
+    reach: a link by RDMA between nodes with accelerators stays as it is given.
 
     Raises
     ------
@@ -53,6 +54,8 @@ def measured_cluster(cluster: Cluster, report: Mapping[str, Any]) -> Cluster:
     for (source, target), (one_way_s, rate) in measured.items():
         a, b = cluster.region_index(source), cluster.region_index(target)
         if a == b:
+            if _beside_sockets(cluster, regions[a]):
+                continue
             regions[a] = _with_inner_link(regions[a], Link(latency_s=one_way_s, bytes_per_s=rate))
             known |= set(_inner_names(regions[a]))
             continue
@@ -62,6 +65,13 @@ def measured_cluster(cluster: Cluster, report: Mapping[str, Any]) -> Cluster:
             latency_s[b, a], bytes_per_s[b, a] = one_way_s, rate
     defaults = tuple(name for name in cluster.defaults if name not in known)
     return replace(cluster, regions=tuple(regions), latency_s=latency_s, bytes_per_s=bytes_per_s, defaults=defaults)
+
+
+def _beside_sockets(cluster: Cluster, region: Region) -> bool:
+    """Whether what a probe inside a region would measure is not what its devices use."""
+    groups = region.node_groups
+    link = region.intra_region if len(groups) > 1 else groups[0].inter_node
+    return link.rdma and not all(cluster.catalogue[group.device].is_cpu for group in groups)
 
 
 def _inner_names(region: Region) -> Iterator[str]:

@@ -97,6 +97,7 @@ class LinkSpec(Strict):
     latency_ms: NotNegative | None = None
     latency_us: NotNegative | None = None
     bandwidth_gbps: Rate | None = None
+    rdma: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -107,7 +108,7 @@ class LinkSpec(Strict):
     def _either_name_or_numbers(self) -> LinkSpec:
         latencies = [key for key in ("latency_ms", "latency_us") if getattr(self, key) is not None]
         if self.link is not None:
-            if latencies or self.bandwidth_gbps is not None:
+            if latencies or self.bandwidth_gbps is not None or self.rdma is not None:
                 raise _refuse("a link name and numbers", "either of them")
         elif len(latencies) != 1:
             raise _refuse(" and ".join(latencies) or "no latency", "one of latency_ms, latency_us")

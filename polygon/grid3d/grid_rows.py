@@ -187,9 +187,12 @@ def uniform_pool(cluster: Cluster, precision: str) -> tuple[Pool, str | None]:
 
 
 def _worst(links: list[Link]) -> Link:
-    """Largest latency, smallest bandwidth."""
-    latency_s = max(link.latency_s for link in links)
-    return Link(latency_s=latency_s, bytes_per_s=min(link.bytes_per_s for link in links))
+    """Largest latency, smallest bandwidth, RDMA where all have it."""
+    return Link(
+        latency_s=max(link.latency_s for link in links),
+        bytes_per_s=min(link.bytes_per_s for link in links),
+        rdma=all(link.rdma for link in links),
+    )
 
 
 def case_of(problem: Problem, options: GridOptions) -> tuple[Case, str | None]:

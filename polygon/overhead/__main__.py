@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,8 @@ def _analysis_options(mode: argparse.ArgumentParser) -> None:
 
 
 def _link(latency_s: float | None, bytes_per_s: float | None, usual: Link) -> Link:
-    return Link(
-        latency_s=usual.latency_s if latency_s is None else latency_s,
-        bytes_per_s=usual.bytes_per_s if bytes_per_s is None else bytes_per_s,
-    )
+    rate = usual.bytes_per_s if bytes_per_s is None else bytes_per_s
+    return replace(usual, bytes_per_s=rate) if latency_s is None else Link(latency_s=latency_s, bytes_per_s=rate)
 
 
 def _grid(args: argparse.Namespace, ranks: int) -> tuple[int, int]:

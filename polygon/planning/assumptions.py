@@ -198,7 +198,7 @@ def _scaled(cluster: Cluster, name: str, factor: float) -> Cluster:
     """The cluster with one default so many times faster."""
 
     def scaled(link: Link) -> Link:
-        return Link(latency_s=link.latency_s / factor, bytes_per_s=link.bytes_per_s * factor)
+        return replace(link, latency_s=link.latency_s / factor, bytes_per_s=link.bytes_per_s * factor)
 
     if name in cluster.default_pairs:
         latency_s, bytes_per_s = cluster.latency_s.copy(), cluster.bytes_per_s.copy()

@@ -16,7 +16,6 @@ from dataclasses import replace
 import numpy as np
 
 from polygon.cost.convergence import Allowed
-from polygon.cost.network import TCP_LATENCY_S
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage
@@ -97,12 +96,10 @@ def pays_inside(tables: CostTables, mode: str) -> np.ndarray:
 
 def by_tcp(tables: CostTables) -> np.ndarray:
     """Which regions have several nodes, joined by TCP alone, shape (regions,) of bool."""
-    problem, latency_s = tables.problem, tables.links.ring_latency_s
+    problem, rdma = tables.problem, tables.links.rdma
     pairs = [_pairs_inside(problem, r) for r in range(len(problem.cluster.regions))]
     pools = problem.cluster.pools
-    return np.array(
-        [of != [] and all(pools[p].device.is_cpu or latency_s[p, q] >= TCP_LATENCY_S for p, q in of) for of in pairs]
-    )
+    return np.array([of != [] and all(pools[p].device.is_cpu or not rdma[p, q] for p, q in of) for of in pairs])
 
 
 def _pairs_inside(problem: Problem, region: int) -> list[Pair]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon import Cluster
 from polygon.cost.network import (
+    CARD_EFFICIENCY,
     MESH,
     PCIE,
     SWITCH,
@@ -23,7 +26,9 @@ from polygon.cost.network import (
     ring_kernel,
     socket_share,
 )
+from polygon.cost.transfers import LinkTable
 from polygon.domain.cluster import Link
+from polygon.formats import catalogue
 from tests.nightly import cases
 
 MEASURED = Path(__file__).parents[2] / "instances" / "measured"
@@ -127,3 +132,33 @@ def test_sockets_reach_of_fast_links_what_was_measured():
     found = socket_share(np.array([1.0, 10.0, 32.0, 100.0]) * 1e9 / 8)
     assert found[:2] == pytest.approx(0.9)
     assert 0.46 <= found[2] <= 0.7 and 0.32 <= found[3] <= 0.48
+
+
+def test_collectives_over_efa_take_what_nccl_tests_show():
+    """Two latencies and one bandwidth: all-gathers within a quarter, large all-reduces within a sixth, on 4 to 32 nodes
+    (between two a tree counts twice). Through sockets they would take five times as long."""
+    measured = json.loads((MEASURED / "efa_collectives.json").read_text())
+    fabric, network = catalogue.usual_link(measured["device"]), catalogue.link(measured["link"])
+    checked = 0
+    for operation, of, least, within in (("all_gather", gather_s, 64, 0.25), ("all_reduce", all_reduce_s, 2048, 0.17)):
+        for nodes, mebibytes, rate in measured[operation]:
+            if nodes > 2 and mebibytes >= least:
+                joined = Group(members=8 * nodes, per_node=8, devices_per_node=8, intra_node=fabric, inter_node=network)
+                n_bytes = mebibytes * 2**20
+                assert of(n_bytes, joined) == pytest.approx(n_bytes / (rate * 1e9), rel=within), (operation, nodes)
+                checked += 1
+    assert checked == 36
+
+
+def test_what_goes_through_sockets_is_said_or_told_by_latency():
+    """EFA is RDMA and slow to begin, a 100-Gbit/s Ethernet is neither; a better latency does not change what it is."""
+    efa, ethernet = catalogue.link("efa-3200g"), catalogue.link("ethernet-100g")
+    assert efa.rdma and not efa.rdma_by_latency and not ethernet.rdma
+    assert not replace(ethernet, latency_s=ethernet.latency_s / 10).rdma
+    hall = {"name": "hall", "nodes": [{"device": "h100-sxm", "count": 2, "devices_per_node": 8}]}
+    reached = [
+        LinkTable(Cluster.from_dict({"regions": [hall | {"intra_region": link}]}).data).bytes_per_s[0, 0]
+        for link in ("efa-3200g", {"latency_us": 30, "bandwidth_gbps": 3200})
+    ]
+    assert reached[0] == pytest.approx(CARD_EFFICIENCY * 400e9)
+    assert reached[1] == pytest.approx(socket_share(np.array(400e9)) * 400e9)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import polygon
 from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
 from polygon.domain.errors import InputError
 from runners.probe import iperf3_report, main, measured_cluster
@@ -129,3 +130,11 @@ def test_a_link_inside_a_region_goes_to_its_nodes():
     assert found.regions[0].node_groups[0].inter_node == Link(latency_s=0.001, bytes_per_s=3e8)
     assert found.regions[1].intra_region == Link(latency_s=0.001, bytes_per_s=3e8)
     assert found.regions[1].node_groups[0].inter_node == link
+
+
+def test_a_probe_does_not_see_rdma():
+    """InfiniBand between nodes stays what it was given as, whatever sockets reach there."""
+    hall = {"name": "hall", "nodes": [{"device": "h100-sxm", "count": 2, "inter_node": "infiniband-ndr-x8"}]}
+    cluster = polygon.Cluster.from_dict({"regions": [hall]}).data
+    links = [{"source_region": "hall", "target_region": "hall", "rtt_s": 1e-4, "link_bytes_per_s": 2e9}]
+    assert measured_cluster(cluster, {"links": links}).regions == cluster.regions
