@@ -40,6 +40,14 @@ def test_fit_of_measured_streams():
     assert fit.streams_needed == 6
 
 
+def test_more_streams_that_bring_less_have_no_small_windows():
+    """2 Mbit/s at 20 us: the best rate is one stream's, so that no window is seen; nor in noise at such round trips."""
+    fit = fit_streams(2e-5, {n: mbit * 1e6 / 8 for n, mbit in {1: 2.2, 2: 1.9, 4: 1.6, 8: 1.7}.items()})
+    assert fit.window_bytes is None and fit.streams_needed == 1 and fit.saturated
+    fit = fit_streams(2e-5, {1: 38.8e6 / 8, 2: 47.8e6 / 8})
+    assert fit.window_bytes is None and fit.streams_needed == 1
+
+
 @given(latency_s=st.floats(1e-4, 0.2), rate=st.floats(1e5, 1e9))
 def test_message_fit_recovers_latency_and_rate(latency_s, rate):
     """t = latency + bytes / rate, without noise, comes back."""
@@ -85,6 +93,11 @@ def test_failed_or_foreign_iperf3_files_are_named():
     """A failed run quotes iperf3; anything else is no report."""
     with pytest.raises(InputError, match=r"x.json: found a failed run \(unable to connect"):
         read_iperf3({"start": {}, "error": "unable to connect to server"}, "x.json")
+    for key, said in (("reverse", "--reverse"), ("bidir", "--bidir")):
+        with pytest.raises(InputError, match=f"x.json: found a run with {said}"):
+            read_iperf3({"start": {"test_start": {"protocol": "TCP", key: 1}}, "end": {}}, "x.json")
+    with pytest.raises(InputError, match="found a run over UDP, expected TCP"):
+        read_iperf3({"start": {"test_start": {"protocol": "UDP"}}, "end": {}}, "x.json")
     for data in ({}, [], {"end": {"streams": []}}, {"end": {"sum_received": 3, "streams": []}}):
         with pytest.raises(InputError, match=r"x.json: found"):
             read_iperf3(data, "x.json")
