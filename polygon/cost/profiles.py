@@ -289,6 +289,21 @@ class KindProfile:
     update_s_per_parameter: float | None = None
     """Of the optimizer, all measured layers together."""
 
+    def fits(self, model: Model, batch: Batch) -> bool:
+        """Whether layers were measured as this model and batch have them."""
+        measured = (self.seq_len, self.precision, self.hidden_size or model.hidden_size)
+        return measured == (batch.seq_len, batch.precision, model.hidden_size)
+
+    def check(self, model: Model, batch: Batch) -> None:
+        """Require that a model and batch are what was measured; for others the profile changes nothing."""
+        where = f"profile of {self.device}"
+        for name, found, measured in (
+            ("hidden_size", model.hidden_size, self.hidden_size or model.hidden_size),
+            ("seq_len", batch.seq_len, self.seq_len),
+            ("precision", batch.precision, self.precision),
+        ):
+            require(found == measured, f"{where}: {name}", found, Message("expected.as_measured", value=measured))
+
     @property
     def devices(self) -> frozenset[str]:
         """The device type that was measured."""
@@ -310,8 +325,7 @@ class KindProfile:
 
     def times(self, model: Model, batch: Batch, device: Device, split: LayerSplit) -> LayerTimes | None:
         """Times of every layer, or None for another device, precision, sequence length or split."""
-        same = (device.name, batch.seq_len, batch.precision) == (self.device, self.seq_len, self.precision)
-        same = same and self.hidden_size in (None, model.hidden_size)
+        same = device.name == self.device and self.fits(model, batch)
         measured = {kind: points for (kind, tp), points in self.points.items() if tp == split.tp}
         if not same or not measured or split.cp > 1 or split.experts.members > 1:
             return None
