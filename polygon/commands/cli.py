@@ -299,7 +299,8 @@ def _measured_for(problem: Any, args: argparse.Namespace) -> dict[str, Any]:
     Raises
     ------
     InputError
-        Where no profile is of the problem's devices, or of its layers; two are of the same.
+        Where no profile is of the problem's devices, or of its layers; two are of the same; where a calibration is of
+        other devices alone.
     """
     from polygon.cost.profiles import KindProfile
 
@@ -314,6 +315,10 @@ def _measured_for(problem: Any, args: argparse.Namespace) -> dict[str, Any]:
         require(
             fitting.count(name) == 1, f"profile of {name}", Message("found.files", files=fitting.count(name)), "one"
         )
+    factors = found["calibration"]
+    fitted = sorted({*factors.compute, *factors.update}) if factors else []
+    if fitted and not set(fitted) & set(known):
+        raise fault("--calibration", Message("found.factors_of", devices=tuple(fitted)), one_of(fitted[0], known))
     if len(kinds) == len(found["profiles"]) and not fitting:
         for profile in kinds:
             profile.check(problem.model, problem.batch)

@@ -117,7 +117,11 @@ def read_runs(
                 runs.append(published_run(row, runtime))
             except NotExpressibleError as error:
                 skipped.append({"id": str(row.get("id")), "reason": str(error)})
-            except (KeyError, ValueError, TypeError, InputError) as error:
+            except InputError as error:
+                skipped.append({"id": str(row.get("id")), "reason": str(error)})
+            except KeyError as error:
+                skipped.append({"id": str(row.get("id")), "reason": f"{error.args[0]} is missing"})
+            except (ValueError, TypeError) as error:
                 skipped.append({"id": str(row.get("id")), "reason": f"{type(error).__name__}: {error}"})
     return runs, skipped
 

@@ -1,14 +1,14 @@
-"""What files of measured layer times and of fitted factors say: `runners.profile_layers` and `polygon calibrate` write
-them, with more beside it that nobody reads."""
+"""What files of measured layer times, of fitted factors and of measured plans say: `runners.profile_layers` and
+`polygon calibrate` write the first two, people the last; with more beside it that nobody reads."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MinLen
 from pydantic import ConfigDict, Field
 
-from polygon.formats.schema import FIRST_FAULT, Count, Index, Name, NotNegative, Positive, Strict
+from polygon.formats.schema import FIRST_FAULT, Count, Index, Name, NotNegative, PlanSpec, Positive, Strict
 
 _WITH_MORE = ConfigDict(extra="ignore")
 
@@ -39,6 +39,30 @@ class LayerProfileSpec(Strict):
     seq_len: Count
     precision: Name = "bf16"
     layers: Annotated[list[LayerTimeSpec], MinLen(1), FIRST_FAULT]
+
+
+class PlanRunSpec(Strict):
+    """A measured step of a whole plan."""
+
+    model_config = _WITH_MORE
+
+    id: Name
+    dataset: Name = "own runs"
+    measured_step_s: Positive
+    runtime: Name | None = None
+    switches: dict[str, Any] = Field(default_factory=dict)
+    plan: PlanSpec
+
+
+class PlanRunsSpec(Strict):
+    """Measured steps of plans."""
+
+    wanted: ClassVar[str] = "measured steps of plans: JSON with the format polygon-plan-runs"
+    model_config = _WITH_MORE
+
+    format: Literal["polygon-plan-runs"]
+    version: Literal[1]
+    rows: Annotated[list[PlanRunSpec], MinLen(1), FIRST_FAULT]
 
 
 class CalibrationSpec(Strict):
