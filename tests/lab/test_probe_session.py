@@ -266,3 +266,15 @@ def is_as_shaped(link):
         and rates["1"] < rates["8"] < 1.05 * 25e6
         and link["window_bytes"] < 1.2 * 2**19 * link["rtt_s"] / 0.060 / 0.82
     )
+
+
+def test_a_host_without_torch_can_be_probed():
+    """Plain sockets: as a program of its own, and as `polygon probe`."""
+    tried = (
+        "import sys; from polygon.__main__ import main; from polygon.commands import cli\n"
+        "cli.find_spec = lambda name: None\n"
+        "import runners.probe; assert 'torch' not in sys.modules; del sys.modules['runners.probe']\n"
+        "sys.argv = ['polygon']; main(['probe', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", tried], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--dist-url" in done.stdout, done.stderr
