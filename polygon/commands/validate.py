@@ -53,8 +53,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.update:
         around_table(args.update)
-    profiles = list(model_profiles(files.read_json(args.profiles)).values()) if args.profiles else []
-    curves = link_curves(files.read_json(args.network)) if args.network else None
+    profiles: list[ModelProfile] = []
+    curves = None
+    if args.profiles:
+        with located(f"{args.profiles}: "):
+            profiles += model_profiles(files.read_json(args.profiles)).values()
+    if args.network:
+        with located(f"{args.network}: "):
+            curves = link_curves(files.read_json(args.network))
     runs, skipped = read_runs(args.files, curves, args.runtime)
     if args.dataset:
         runs = [run for run in runs if run.dataset in args.dataset]

@@ -13,12 +13,12 @@ from polygon.cost.blocks import LayerSplit
 from polygon.cost.compute import LayerTimes, layer_times
 from polygon.cost.memory import LayerMemory
 from polygon.domain.cluster import Device
-from polygon.domain.errors import InputError, require
+from polygon.domain.errors import require
 from polygon.domain.message import Message
 from polygon.domain.model import Batch, Model
 from polygon.formats.catalogue import device as device_by_name
 from polygon.formats.catalogue import own_or_known
-from polygon.formats.measurement_specs import LayerProfileSpec
+from polygon.formats.measurement_specs import LayerProfileSpec, ModelProfilesSpec
 from polygon.formats.schema import check
 
 PROFILE_ERROR = 0.131
@@ -226,8 +226,7 @@ def _to_layers(values: np.ndarray, layers: int) -> np.ndarray:
 
 def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
     """Read the `sailor_profiles` format: one profile for each model of the file."""
-    if "models" not in data or "compute" not in data:
-        raise InputError("profiles: found neither `models` nor `compute`, expected both")
+    check(ModelProfilesSpec, data)
     points: dict[str, dict[tuple[str, int], dict[int, Measurement]]] = {name: {} for name in data["models"]}
     for entry in data["compute"]:
         name = entry["model"]

@@ -651,3 +651,24 @@ def test_a_measured_plan_of_ones_own_is_read_or_told_in_one_line(changes, messag
     own = {key: value for key, value in row.items() if key not in ("runtime", "dataset")}
     [run] = plan_runs(data | {"rows": [own]})
     assert (run.problem.runtime.name, run.dataset, run.step_s) == ("polygon", "own runs", row["measured_step_s"])
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "change", "message"),
+    [
+        ("--profiles", "sailor_profiles", ("compute", 3), "compute: found 3, expected a list"),
+        ("--profiles", "sailor_profiles", ("compute", [{}]), "compute[0].model: found nothing, expected a text"),
+        ("--profiles", "sailor_profiles", ("models", {"x": {}}), "models.x.info: found nothing"),
+        ("--network", "sailor_network", ("links", 3), "links: found 3, expected a list"),
+        ("--network", "sailor_network", ("links", [{}]), "links[0].coefficients_GBps: found nothing, expected a list"),
+        ("--network", "sailor_network", ("gpus_per_node", {"t4": 0}), "gpus_per_node.t4: found 0, expected a whole"),
+    ],
+)
+def test_measurements_that_are_none_are_told_in_one_line(option, name, change, message, tmp_path, capsys):
+    """Of the file, and where in it; they ended in tracebacks."""
+    data = json.loads((MEASURED / f"{name}.json").read_text("utf-8"))
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(data | dict([change])), "utf-8")
+    assert cli.run(validate.main, [str(MEASURED / "plan_runs.json"), option, str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{file}: {message}") and error.count("\n") == 1
