@@ -21,9 +21,9 @@ from typing import Any
 
 from polygon.commands import cli
 from polygon.domain.cluster import Cluster
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, located
 from polygon.formats import files
-from polygon.formats.probe_file import measured_cluster
+from polygon.formats.probe_file import FORMAT, measured_cluster
 from runners.probe_net.diagnose import HostFacts
 from runners.probe_net.fit import fit_message, fit_streams, read_iperf3
 from runners.probe_net.session import ProbeOptions, describe, name_of, run_rank
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--iperf3", action="append", metavar="REGION:REGION=FILE", default=[], help="a finished iperf3 -J run"
     )
+    parser.add_argument("--report", metavar="FILE", help="what a session found before (its -o), for --cluster")
     parser.add_argument("--cluster", help="cluster file whose links are replaced by the measured ones")
     parser.add_argument("-o", "--out", type=cli.out_file, help="the cluster (or, without --cluster, the report)")
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
@@ -98,7 +99,7 @@ def iperf3_report(arguments: Sequence[str]) -> dict[str, Any]:
                 **dataclasses.asdict(fit),
             }
         )
-    return {"format": "polygon-probe", "version": 1, "complete": True, "ranks": [], "links": links, "problems": []}
+    return {"format": FORMAT, "version": 1, "complete": True, "ranks": [], "links": links, "problems": []}
 
 
 def _not_measured(report: dict[str, Any]) -> list[str]:
@@ -106,6 +107,19 @@ def _not_measured(report: dict[str, Any]) -> list[str]:
     regions = list(dict.fromkeys(facts["region"] for facts in report["ranks"]))
     known = {(link["source_region"], link["target_region"]) for link in report["links"]}
     return [f"{a} -> {b}" for a in regions for b in regions if a != b and (a, b) not in known]
+
+
+def _put_into_cluster(args: argparse.Namespace) -> int:
+    """The links of a report of before, put into a cluster."""
+    if args.iperf3 or not args.cluster:
+        raise InputError("--report: found no --cluster or an --iperf3 beside it, expected --cluster FILE alone")
+    data = files.read_json(args.report)
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("links"), list):
+        raise InputError(f"{args.report}: found no {FORMAT}, expected a report that the probe wrote (-o, or --json)")
+    with located(f"{args.report}: "):
+        measured = measured_cluster(files.read_cluster(args.cluster), data)
+    files.write_cluster(args.out or "-", measured)
+    return cli.EXIT_OK
 
 
 def _say(text: str) -> None:
@@ -167,6 +181,8 @@ def _session(args: argparse.Namespace, cluster: Cluster | None) -> dict[str, Any
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; raises `InputError` for anything the user can mend."""
     args = _parser().parse_args(argv)
+    if args.report:
+        return _put_into_cluster(args)
     cluster = files.read_cluster(args.cluster) if args.cluster and (args.iperf3 or args.rank == 0) else None
     with cli.interrupted_by_signals() as asked:
         report = iperf3_report(args.iperf3) if args.iperf3 else _session(args, cluster)

@@ -124,6 +124,32 @@ def test_command_line_writes_the_measured_cluster(tmp_path, capsys, status_of):
     assert "expected REGION:REGION=FILE" in capsys.readouterr().err
 
 
+def test_a_report_of_before_goes_into_a_cluster(tmp_path, capsys, status_of):
+    """Nobody measures twice for having left --cluster out; what is no report, or no measured link, is told."""
+    from polygon.formats.files import read_cluster
+
+    source, out, report = tmp_path / "c.yaml", tmp_path / "measured.json", tmp_path / "report.json"
+    source.write_text(
+        "regions:\n  - {name: A, nodes: [{device: T4, count: 1}]}\n  - {name: B, nodes: [{device: T4, count: 1}]}\n"
+        "links:\n  - {between: [A, B], latency_ms: 5, bandwidth_gbps: 7}\n"
+    )
+    run = iperf3_file(tmp_path / "r.json", 8, 300, 60_000)
+    assert main(["--iperf3", f"A:B={run}", "-o", str(report)]) == 0
+    words = ["--report", str(report), "--cluster", str(source), "-o", str(out)]
+    assert main(words) == 0
+    cluster = read_cluster(out)
+    assert cluster.latency_s[0, 1] == pytest.approx(0.03) and cluster.bytes_per_s[0, 1] == pytest.approx(300e6 / 8)
+    assert status_of(main, words[:2]) == 2 and "expected --cluster FILE" in capsys.readouterr().err
+    assert status_of(main, ["--report", str(out), *words[2:]]) == 2
+    assert f"{out}: found no polygon-probe, expected a report" in capsys.readouterr().err
+    found = json.loads(report.read_text())
+    for name, value, allowed in (("link_bytes_per_s", 0, "> 0"), ("rtt_s", float("nan"), ">= 0")):
+        report.write_text(json.dumps(found | {"links": [found["links"][0] | {name: value}]}))
+        assert status_of(main, words) == 2
+        told = f"{report}: links[0].{name}: found {float(value)}, expected a number {allowed}"
+        assert told in capsys.readouterr().err
+
+
 def test_a_link_inside_a_region_goes_to_its_nodes():
     """One node group: its inter-node link; several: the region's."""
     device = Device(name="D", memory_bytes=1e9, flops={"fp32": 1e12}, memory_bytes_per_s=1e11, power_w=10.0)
