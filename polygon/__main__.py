@@ -31,12 +31,14 @@ COMMANDS = {
     "launch": "plan -> training by ranks on this machine, or a rehearsal of it (needs torch)",
     "dist-runner": "one rank of a plan, the same command on every device (needs torch)",
     "train": "a recipe -> training in one to five dimensions (needs torch)",
-    "probe": "measure the links between hosts (needs torch)",
+    "probe": "measure the links between hosts",
     "profile-layers": "measure a model's layers on this device: what --profile of the others reads (needs torch)",
 }
 """What each command is for; one whose module is not installed is not offered."""
 
 ENDS = "Exit codes: 0 done, 2 bad input, 3 no plan fits, 130 or 143 interrupted (what was found so far is kept)."
+WITHOUT_TORCH = {"probe"}
+"""Of the programs that run plans; all others need it."""
 PROGRAMS = "runners"
 """Package of the programs that run plans; never imported by the planner, only run."""
 
@@ -78,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     if name not in known:
         parser.error(f"found command {name!r}, expected {one_of(name, known)}")
     if known[name].startswith(f"{PROGRAMS}."):  # it ends its process in its own way
-        cli.require_torch(name)
+        if name not in WITHOUT_TORCH:
+            cli.require_torch(name)
         cli.started_by = f"polygon {name}"
         sys.argv = [name, *arguments[1:]]
         runpy.run_module(known[name], run_name="__main__", alter_sys=True)

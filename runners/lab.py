@@ -10,23 +10,24 @@ GLOO_SOCKET_IFNAME. Needs root, or a kernel that lets users have namespaces.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
+from polygon.commands import cli  # no numpy in it
 from polygon.domain.errors import InputError, PolygonError
+from runners.lab_net.linux import become_root
 
 
 def _parser() -> argparse.ArgumentParser:
     text = __doc__ or ""
-    parser = argparse.ArgumentParser(
+    parser = cli.CommandParser(
         prog="python -m runners.lab",
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="python -m runners.lab CLUSTER [options] [-- COMMAND ...]",
     )
     parser.add_argument("cluster", nargs="?", help="cluster file")
-    parser.add_argument("--hosts-per-region", type=int, metavar="K", help="take only K nodes of each region")
+    parser.add_argument("--hosts-per-region", type=cli.whole(1), metavar="K", help="take only K nodes of each region")
     parser.add_argument("--plan", help="plan file: hosts that it uses, COMMAND once per rank")
     parser.add_argument("--backend", default="auto", help="auto, relay or netem")
     parser.add_argument("--congestion", default="", help="TCP congestion control (default: the kernel's)")
@@ -35,9 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-idle-slow-start", action="store_true", help="sysctl tcp_slow_start_after_idle=0")
     parser.add_argument("--no-measure", action="store_true", help="do not measure the links first")
-    parser.add_argument("--streams", type=int, default=8, help="streams of the measurement (default: 8)")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="end COMMAND after so many seconds")
-    parser.add_argument("--master-port", type=int, default=29500)
+    parser.add_argument("--streams", type=cli.whole(1), default=8, help="streams of the measurement (default: 8)")
+    parser.add_argument("--time-limit", type=cli.number(above=0), metavar="S", help="end COMMAND after so many seconds")
+    parser.add_argument("--master-port", type=cli.whole(1, 65535), default=29500)
     parser.add_argument("--json", action="store_true", help="the measurement as JSON on stdout")
     others = parser.add_argument_group("beside a running lab")
     others.add_argument("--list", action="store_true", help="running labs and their hosts")
@@ -65,23 +66,13 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, []
 
 
-def _become_root() -> None:
-    """Root of a user namespace of our own; possible only while the process has one thread."""
-    from runners.lab_net.linux import LabUnavailableError, enter_user_namespace, unavailable
-
-    try:
-        enter_user_namespace()
-    except LabUnavailableError as error:
-        raise unavailable(error) from None
-
-
 def run(argv: Sequence[str]) -> int:
     """The command; returns the exit status and raises `InputError` for anything the user can mend."""
     words, command = _split(argv)
     args = _parser().parse_args(words)
     playing = args.cluster and not (args.list or args.cleanup or args.enter or args.change or args.tc_script)
-    if playing and os.geteuid() != 0:
-        _become_root()
+    if playing:
+        become_root()
     from runners.lab_net import commands  # brings numpy, and with it threads
 
     if args.list:

@@ -17,10 +17,18 @@ from functools import partial
 from typing import Any
 
 from polygon.domain.errors import InputError, PolygonError
+from runners.lab_net import linux
+
+if __name__ == "__main__":  # the imports below start threads, and with threads nobody becomes root of a namespace
+    try:
+        linux.become_root()
+    except InputError as refusal:
+        sys.stderr.write(f"lab_launch: {refusal}\n")
+        sys.exit(2)
+
 from polygon.domain.plan import Plan, Problem
 from runners.engine.arguments import options_from, read_run
 from runners.engine.options import Options
-from runners.lab_net import linux
 from runners.lab_net.running import Lab
 from runners.lab_net.topology import LabHost, lab_network
 from runners.launch import Launcher, make_parser, run, say

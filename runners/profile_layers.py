@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -284,14 +285,13 @@ def profile_layers(
     seconds: float,
     pause_s: float,
     say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Rows of a profile: every kind of layer at every micro-batch size and tensor-parallel degree.
+) -> Iterator[dict[str, Any]]:
+    """Rows of a profile, as they come: every kind of layer at every micro-batch size and tensor-parallel degree.
 
     Stops growing the micro-batch of a kind where the device's memory ends.
     """
     import torch
 
-    rows = []
     for tp in degrees:
         part = shard(model, tp)
         for kind, layer in _kinds(part).items():
@@ -303,7 +303,7 @@ def profile_layers(
                 except torch.OutOfMemoryError:
                     say(f"{kind}, tp {tp}, micro-batch {size}: out of memory; larger ones are left out")
                     break
-                rows.append({**row, "tp": tp})
+                yield {**row, "tp": tp}
                 say(
                     f"{kind}, tp {tp}, micro-batch {size}: forward {1e3 * row['forward_s']:.3f} ms, backward "
                     f"{1e3 * row['backward_s']:.3f} ms (+-{100 * row['spread']:.0f} %), "
@@ -312,7 +312,6 @@ def profile_layers(
             del bench
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    return rows
 
 
 def choose_device(name: str) -> torch.device:
@@ -327,7 +326,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.CommandParser(prog="python -m runners.profile_layers", description=(__doc__ or "").splitlines()[0])
+    parser = cli.ProgramParser("profile_layers", __doc__)
     positive = cli.number(above=0)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="name in the catalogue, or a model file")
     parser.add_argument("--seq-len", type=cli.whole(1), help=cli.SEQ_LEN_HELP)
@@ -379,7 +378,8 @@ def _profile(model: Model, args: argparse.Namespace, device: torch.device, name:
     seq_len = model.tokens_per_image if model.family == "vit" else args.seq_len or longest
     most = model.max_seq_len if model.learned_positions and model.family != "vit" else seq_len
     require(seq_len <= most, "--seq-len", seq_len, f"at most {most}, the positions that {model.name} has learned")
-    rows = profile_layers(
+    rows: list[dict[str, Any]] = []
+    measured = profile_layers(
         model,
         seq_len=seq_len,
         precision=args.precision,
@@ -390,9 +390,15 @@ def _profile(model: Model, args: argparse.Namespace, device: torch.device, name:
         pause_s=args.pause,
         say=lambda text: print(f"{model.name}: {text}", file=sys.stderr),  # noqa: T201
     )
+    complete = False
+    with suppress(KeyboardInterrupt):  # what was measured is kept: other kinds of layers keep the device model
+        for row in measured:
+            rows.append(row)
+        complete = True
     return {
         "format": "polygon-layer-profile",
         "version": 1,
+        "complete": complete,
         "device": name,
         "model": model.name,
         "hidden_size": model.hidden_size,
@@ -431,14 +437,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = device_name(args.device_name, device)
     if device.type == "cpu":
         torch.set_num_threads(args.threads)
-    for model in models:
-        profile = _profile(model, args, device, name)
-        if args.out:
-            # A session on a rented GPU may end early: what is measured is written at once.
-            write_json(args.out if len(models) == 1 else Path(args.out) / f"{model.name}.json", profile)
-        if args.json or not args.out:
-            sys.stdout.write(format_json(profile))
+    with cli.interrupted_by_signals() as asked:
+        for model in models:
+            profile = _profile(model, args, device, name)
+            if not profile["complete"] and not profile["layers"]:
+                return cli.interrupted(asked)
+            _hand_over(profile, args, alone=len(models) == 1)
+            if not profile["complete"]:
+                print("interrupted: the file holds what was measured", file=sys.stderr)  # noqa: T201
+                return asked.exit_code
     return cli.EXIT_OK
+
+
+def _hand_over(profile: dict[str, Any], args: argparse.Namespace, *, alone: bool) -> None:
+    """Write a profile where it goes."""
+    if args.out:
+        # A session on a rented GPU may end early: what is measured is written at once.
+        write_json(args.out if alone else Path(args.out) / f"{profile['model']}.json", profile)
+    if args.json or not args.out:
+        sys.stdout.write(format_json(profile))
 
 
 if __name__ == "__main__":

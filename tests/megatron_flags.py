@@ -20,7 +20,7 @@ WHOLE_NUMBERS = (
     "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim", "mtp-num-layers", "moe-router-num-groups",
     "moe-router-group-topk",
 )  # fmt: skip
-NUMBERS = ("lr", "norm-epsilon", "rope-scaling-factor")
+NUMBERS = ("lr", "norm-epsilon", "rope-scaling-factor", "attention-dropout", "hidden-dropout")
 TEXTS = ("pipeline-model-parallel-layout", "window-size")
 PATTERNS = ("moe-layer-freq", "window-attn-skip-freq")
 SWITCHES = (

@@ -16,7 +16,7 @@ import numpy as np
 from polygon.accuracy.foreign_rows import NotExpressibleError, in_our_fields
 from polygon.cost.kernels import architecture_of
 from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Pool, Region
-from polygon.domain.errors import require
+from polygon.domain.errors import located, require, require_number
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan, Problem
 from polygon.domain.runtime import Runtime
@@ -25,7 +25,8 @@ from polygon.formats.catalogue import device as device_by_name
 from polygon.formats.catalogue import model as model_by_name
 from polygon.formats.catalogue import runtime_from_spec, usual_link
 from polygon.formats.convert_plan import plan_from_spec
-from polygon.formats.schema import PlanSpec, RuntimeSpec, check
+from polygon.formats.measurement_specs import PlanRunsSpec
+from polygon.formats.schema import RuntimeSpec, check
 
 CONTEXT_BYTES = 1.5e9
 """CUDA context and communication buffers, which nvidia-smi counts and torch's allocator does not."""
@@ -34,6 +35,18 @@ COUNTS = {"allocated": 0.08, "reserved": 0.15, "process": 0.08, "device": 0.25}
 """How memory was counted (what the allocator handed out; what it reserved; that of a process, context included; what
 nvidia-smi reports), and half of a 90 % interval over it: caches, fragmentation and communication buffers are a
 program's own affair."""
+
+
+MEASURED = (
+    "measured_iteration_time_s", "derived_iteration_time_s", "measured_tokens_per_s_per_gpu",
+    "measured_memory_gigabytes",
+)  # fmt: skip
+WHOLE = (
+    "gpu_count", "gpus_per_node", "dp", "tp", "pp", "cp", "ep", "interleave_v", "micro_batch_sequences",
+    "global_batch_sequences", "microbatches_per_step", "sequence_length_tokens", "layers", "hidden_size",
+    "attention_heads", "kv_heads", "head_dim", "vocab_size", "experts", "experts_per_token",
+)  # fmt: skip
+"""Fields of a row that are counts; one that is missing, nothing or 0 is not said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +121,26 @@ def row_runtime(row: Mapping[str, Any]) -> Runtime:
 
 
 def plan_runs(data: Mapping[str, Any], runtime: Runtime | None = None) -> list[MeasuredRun]:
-    """Every row of a `polygon-plan-runs` file: a measured step of a whole plan."""
-    require(data.get("format") == "polygon-plan-runs", "format", data.get("format"), "polygon-plan-runs")
-    require(data.get("version") == 1, "version", data.get("version"), "1")
+    """Every row of a `polygon-plan-runs` file: a measured step of a whole plan.
+
+    Raises
+    ------
+    InputError
+        For a row that is none: where, what was found, what is allowed.
+    """
     runs = []
-    for row in data["rows"]:
-        problem, plan, _ = plan_from_spec(check(PlanSpec, row["plan"]))
+    for i, row in enumerate(check(PlanRunsSpec, data).rows):
+        with located(f"rows[{i}]: "):
+            problem, plan, _ = plan_from_spec(row.plan)
+            said = problem.runtime if row.runtime is None else row_runtime(row.model_dump())
         used = {problem.cluster.pools[worker.pool].device.name for stage in plan.stages for worker in stage.workers}
         runs.append(
             MeasuredRun(
-                identifier=str(row["id"]),
-                dataset=str(row["dataset"]),
-                problem=replace(problem, runtime=runtime or row_runtime(row)),
+                identifier=row.id,
+                dataset=row.dataset,
+                problem=replace(problem, runtime=runtime or said),
                 plan=plan,
-                step_s=float(row["measured_step_s"]),
+                step_s=row.measured_step_s,
                 memory_bytes=None,
                 device_label="+".join(sorted(used)),
             )
@@ -143,7 +162,13 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
     for key in (*shape, "sequence_length_tokens", "gpu_count"):
         if not row.get(key):
             raise NotExpressibleError(f"{key} is missing")
+    for key in MEASURED:
+        if row.get(key):
+            require_number(row[key], key, above=0)
     row = in_our_fields(row)
+    for key in WHOLE:
+        value = row.get(key) or 1
+        require(isinstance(value, int | float) and value >= 1 and value % 1 == 0, key, value, "a whole number >= 1")
     runtime = runtime or row_runtime(row)
     degrees: dict[str, Any] = {key: int(row.get(key) or 1) for key in ("tp", "pp", "cp", "ep")}
     gpus = int(row["gpu_count"])

@@ -17,7 +17,7 @@ import numpy as np
 from polygon.cost.calibration import Calibration
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, located, require_number
 from polygon.domain.plan import Plan, Problem
 from polygon.formats import files
 from polygon.formats.run_log import LogFollower, rank_log
@@ -62,7 +62,10 @@ def read_run(directory: Path, plan_path: Path | None) -> Run:
     path = plan_path or directory / "plan.json"
     problem, plan, _ = files.read_plan(path)
     places = sorted((s, w, rank) for rank, (s, w, t) in plan.rank_places.items() if t == 0)
-    logs = [_steps(rank_log(directory, rank)) for _, _, rank in places]
+    paths = [rank_log(directory, rank) for _, _, rank in places]
+    if missing := next((log for log in paths if not log.is_file()), None):
+        raise InputError(f"{missing}: found no such file, expected the logs of the {plan.world_size} ranks of {path}")
+    logs = [_steps(log) for log in paths]
     shared = sorted(set.intersection(*(set(log) for log in logs)))[1:]
     if len(shared) < 2 * LEFT_OUT:
         raise InputError(f"{directory}: found {len(shared)} steps after the first, expected at least {2 * LEFT_OUT}")
@@ -90,6 +93,10 @@ def _steps(path: Path) -> dict[int, dict[str, Any]]:
         if entry["type"] == "step":
             if not {"step", "seconds", "seconds_by_kind"} <= set(entry):
                 raise InputError(f"{path}: found a step of {sorted(entry)}, expected step, seconds and seconds_by_kind")
+            with located(f"{path}: step {entry['step']}: "):
+                require_number(entry["seconds"], "seconds", above=0)
+                for kind in KINDS:
+                    require_number(entry["seconds_by_kind"].get(kind, 0.0), f"seconds_by_kind.{kind}", at_least=0)
             steps[int(entry["step"])] = entry
     if not steps:
         raise InputError(f"{path}: found no step, expected lines of type step")

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from polygon.commands.interrupts import say_interrupted
-from polygon.domain.errors import InputError, fault, located, one_of
+from polygon.domain.errors import InputError, fault, located, one_of, require
 from polygon.domain.message import Message
 from polygon.domain.model import Batch
 from polygon.domain.optimizer import OPTIMIZERS
@@ -294,12 +294,34 @@ def read_measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured_for(problem: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """The same for a problem, whose cluster must have what was measured: a profile of others changes nothing."""
+    """The same for a problem, which must have what was measured: a profile of other layers changes nothing.
+
+    Raises
+    ------
+    InputError
+        Where no profile is of the problem's devices, or of its layers; two are of the same; where a calibration is of
+        other devices alone.
+    """
+    from polygon.cost.profiles import KindProfile
+
     found = read_measured(args)
     known = problem.cluster.catalogue
     measured = sorted({device for profile in found["profiles"] for device in profile.devices})
     if measured and not set(measured) & set(known):
         raise fault("--profile", Message("found.devices_of", devices=tuple(measured)), one_of(measured[0], known))
+    kinds = [profile for profile in found["profiles"] if isinstance(profile, KindProfile) and profile.device in known]
+    fitting = [profile.device for profile in kinds if profile.fits(problem.model, problem.batch)]
+    for name in fitting:
+        require(
+            fitting.count(name) == 1, f"profile of {name}", Message("found.files", files=fitting.count(name)), "one"
+        )
+    factors = found["calibration"]
+    fitted = sorted({*factors.compute, *factors.update}) if factors else []
+    if fitted and not set(fitted) & set(known):
+        raise fault("--calibration", Message("found.factors_of", devices=tuple(fitted)), one_of(fitted[0], known))
+    if len(kinds) == len(found["profiles"]) and not fitting:
+        for profile in kinds:
+            profile.check(problem.model, problem.batch)
     return found
 
 

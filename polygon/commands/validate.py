@@ -53,8 +53,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.update:
         around_table(args.update)
-    profiles = list(model_profiles(files.read_json(args.profiles)).values()) if args.profiles else []
-    curves = link_curves(files.read_json(args.network)) if args.network else None
+    profiles: list[ModelProfile] = []
+    curves = None
+    if args.profiles:
+        with located(f"{args.profiles}: "):
+            profiles += model_profiles(files.read_json(args.profiles)).values()
+    if args.network:
+        with located(f"{args.network}: "):
+            curves = link_curves(files.read_json(args.network))
     runs, skipped = read_runs(args.files, curves, args.runtime)
     if args.dataset:
         runs = [run for run in runs if run.dataset in args.dataset]
@@ -117,7 +123,11 @@ def read_runs(
                 runs.append(published_run(row, runtime))
             except NotExpressibleError as error:
                 skipped.append({"id": str(row.get("id")), "reason": str(error)})
-            except (KeyError, ValueError, TypeError, InputError) as error:
+            except InputError as error:
+                skipped.append({"id": str(row.get("id")), "reason": str(error)})
+            except KeyError as error:
+                skipped.append({"id": str(row.get("id")), "reason": f"{error.args[0]} is missing"})
+            except (ValueError, TypeError) as error:
                 skipped.append({"id": str(row.get("id")), "reason": f"{type(error).__name__}: {error}"})
     return runs, skipped
 

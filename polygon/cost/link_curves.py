@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from polygon.domain.cluster import Link
-from polygon.domain.errors import InputError
 from polygon.formats.catalogue import device as device_by_name
+from polygon.formats.measurement_specs import LinkCurvesSpec
+from polygon.formats.schema import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +93,7 @@ def _measured_together(curves: Mapping[int, LinkCurve], senders: int) -> int:
 
 def link_curves(data: Mapping[str, Any]) -> LinkCurves:
     """Read the `sailor_network` format."""
-    if "links" not in data:
-        raise InputError("network: found no `links`, expected a list of measured links")
+    check(LinkCurvesSpec, data)
 
     def curve(entry: Mapping[str, Any]) -> LinkCurve:
         c0, c1, c2 = entry["coefficients_GBps"]

@@ -13,12 +13,12 @@ from polygon.cost.blocks import LayerSplit
 from polygon.cost.compute import LayerTimes, layer_times
 from polygon.cost.memory import LayerMemory
 from polygon.domain.cluster import Device
-from polygon.domain.errors import InputError, require
+from polygon.domain.errors import require
 from polygon.domain.message import Message
 from polygon.domain.model import Batch, Model
 from polygon.formats.catalogue import device as device_by_name
 from polygon.formats.catalogue import own_or_known
-from polygon.formats.measurement_specs import LayerProfileSpec
+from polygon.formats.measurement_specs import LayerProfileSpec, ModelProfilesSpec
 from polygon.formats.schema import check
 
 PROFILE_ERROR = 0.131
@@ -226,8 +226,7 @@ def _to_layers(values: np.ndarray, layers: int) -> np.ndarray:
 
 def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
     """Read the `sailor_profiles` format: one profile for each model of the file."""
-    if "models" not in data or "compute" not in data:
-        raise InputError("profiles: found neither `models` nor `compute`, expected both")
+    check(ModelProfilesSpec, data)
     points: dict[str, dict[tuple[str, int], dict[int, Measurement]]] = {name: {} for name in data["models"]}
     for entry in data["compute"]:
         name = entry["model"]
@@ -289,6 +288,21 @@ class KindProfile:
     update_s_per_parameter: float | None = None
     """Of the optimizer, all measured layers together."""
 
+    def fits(self, model: Model, batch: Batch) -> bool:
+        """Whether layers were measured as this model and batch have them."""
+        measured = (self.seq_len, self.precision, self.hidden_size or model.hidden_size)
+        return measured == (batch.seq_len, batch.precision, model.hidden_size)
+
+    def check(self, model: Model, batch: Batch) -> None:
+        """Require that a model and batch are what was measured; for others the profile changes nothing."""
+        where = f"profile of {self.device}"
+        for name, found, measured in (
+            ("hidden_size", model.hidden_size, self.hidden_size or model.hidden_size),
+            ("seq_len", batch.seq_len, self.seq_len),
+            ("precision", batch.precision, self.precision),
+        ):
+            require(found == measured, f"{where}: {name}", found, Message("expected.as_measured", value=measured))
+
     @property
     def devices(self) -> frozenset[str]:
         """The device type that was measured."""
@@ -310,8 +324,7 @@ class KindProfile:
 
     def times(self, model: Model, batch: Batch, device: Device, split: LayerSplit) -> LayerTimes | None:
         """Times of every layer, or None for another device, precision, sequence length or split."""
-        same = (device.name, batch.seq_len, batch.precision) == (self.device, self.seq_len, self.precision)
-        same = same and self.hidden_size in (None, model.hidden_size)
+        same = device.name == self.device and self.fits(model, batch)
         measured = {kind: points for (kind, tp), points in self.points.items() if tp == split.tp}
         if not same or not measured or split.cp > 1 or split.experts.members > 1:
             return None

@@ -87,7 +87,7 @@ class CostTables:
 
     Where a profile was measured on a pool's device type, it takes the device model's place. A profile of a whole model
     (`ModelProfile`) also says which degrees a pool may use, and the parameters and activations of every layer. Of
-    several whole models the one that fits the problem's is taken.
+    several profiles those that fit the problem's model (and, of layers by kind, its batch) are taken.
 
     Raises
     ------
@@ -108,7 +108,8 @@ class CostTables:
         fitting = [profile for profile in whole_models if profile.fits(problem.model)]
         for profile in fitting or whole_models[:1]:
             profile.check(problem.model, problem.batch)
-        self._profiles = tuple(p for p in profiles if isinstance(p, KindProfile) or p in fitting)
+        kinds = [p for p in profiles if isinstance(p, KindProfile) and p.fits(problem.model, problem.batch)]
+        self._profiles = tuple(p for p in profiles if p in kinds or p in fitting)
         self._profile_of = {device: profile for profile in self._profiles for device in profile.devices}
         self.links = links or LinkTable(problem.cluster, self.calibration.communication)
         self._times: dict[tuple[int, int, int, str, int, int, bool, bool], ClassTimes] = {}

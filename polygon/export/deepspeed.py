@@ -28,6 +28,10 @@ RULES = Rules(
 )  # fmt: skip
 
 
+INSTEAD = {"fp8": "bf16", "tf32": "fp32"}
+"""Precisions of which DeepSpeed's configuration knows nothing, and what is written."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroOptions:
     """What DeepSpeed is to split over the replicas, and what lies in host memory."""
@@ -87,11 +91,14 @@ def batch_config(
         "steps_per_print": 100000,
         "wall_clock_breakdown": False,
     }
+    if zero.stage and batch.optimizer != "adamw":  # it refuses others with ZeRO unless it is told that they are meant
+        config["zero_allow_untested_optimizer"] = True
     if gradient in ("fp32", "fp16", "bf16"):
         config["communication_data_type"] = gradient
-    if batch.precision == "bf16":
+    precision = INSTEAD.get(batch.precision, batch.precision)
+    if precision == "bf16":
         config["bf16"] = {"enabled": True}
-    elif batch.precision in ("fp16", "fp8"):
+    elif precision == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": 16}
     return config
 
@@ -146,6 +153,7 @@ def export_deepspeed(problem: Problem, plan: Plan, tables: CostTables, hosts: Se
     """Everything that DeepSpeed needs to train the plan's model; None where no plan fits that it can express."""
     if problem.model.family == "vit":
         raise fault("export", Phrase("a vision transformer"), Message("expected.for_deepspeed"))
+    precision = problem.batch.precision
     uniform = find_uniform(problem, plan, tables, RULES)
     if uniform is None:
         return None
@@ -167,6 +175,8 @@ def export_deepspeed(problem: Problem, plan: Plan, tables: CostTables, hosts: Se
         lost.append(Loss(what=Message("lost.tensor_parallelism")))
     if problem.model.experts:
         lost.append(Loss(what=Message("lost.experts")))
+    if precision in INSTEAD:
+        lost.append(Loss(what=Message("lost.precision", precision=precision, instead=INSTEAD[precision])))
     notes = [Message("note.small_run")]
     if problem.model.tied_embeddings:
         notes.append(Message("note.not_tied"))

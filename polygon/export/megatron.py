@@ -9,6 +9,7 @@ its distributed optimizer ZeRO-1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
@@ -102,6 +103,8 @@ def model_arguments(problem: Problem) -> list[str]:
     elif batch.precision == "fp8":
         words += ["--bf16", "--fp8-format", "hybrid"]
     words += ["--optimizer", "adam" if batch.optimizer == "adamw" else "sgd"]
+    if not problem.runtime.dropout:  # its defaults are 0.1, and masks take memory and time that no plan counts
+        words += ["--attention-dropout", 0, "--hidden-dropout", 0]
     return [str(word) for word in words]
 
 
@@ -164,7 +167,9 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
     """Scripts that start `pretrain_gpt.py` of a Megatron-LM checkout; None where no uniform plan fits."""
     if problem.model.family == "vit":
         raise fault("export", Phrase("a vision transformer"), "a language model for Megatron-LM")
-    uniform = find_uniform(problem, plan, tables, RULES)
+    # Its distributed optimizer refuses SGD, also under Megatron-FSDP (core/optimizer/distrib_optimizer.py).
+    rules = replace(RULES, zero_with_pipeline=0, zero_alone=0) if problem.batch.optimizer == "sgd" else RULES
+    uniform = find_uniform(problem, plan, tables, rules)
     if uniform is None:
         return None
     rows = seats(problem.cluster, uniform.chain, hosts)
@@ -180,7 +185,7 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
             rows, index, program, "MEGATRON_ROOT", exported=exported,
         )  # fmt: skip
     files["start-all.sh"] = start_all_script(rows)
-    lost = losses(problem, plan, tables, RULES, uniform, "megatron")
+    lost = losses(problem, plan, tables, rules, uniform, "megatron")
     if len({w.pool for w in uniform.chain}) > 1:
         lost.append(Loss(what=Message("lost.speeds")))
     return Export(

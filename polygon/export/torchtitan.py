@@ -30,6 +30,9 @@ CONFIGS = frozenset(
 )
 """Functions of these modules' `config_registry`, each the model of that name."""
 RULES = Rules(zero_with_pipeline=3, zero_alone=3)
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+"""`training.mixed_precision_param`: all that it has; products in 8 bits are for a configuration to ask for."""
+INSTEAD = {"fp16": "bf16", "fp8": "bf16", "tf32": "fp32"}
 
 
 def module_names(plan: Plan, model: Model) -> list[list[str]]:
@@ -55,6 +58,7 @@ def flags(problem: Problem, uniform: Uniform) -> list[str]:
         "parallelism.context_parallel_degree": uniform.cp,
         "parallelism.expert_parallel_degree": uniform.ep,
         "parallelism.pipeline_parallel_degree": uniform.pp,
+        "training.mixed_precision_param": PRECISIONS[INSTEAD.get(problem.batch.precision, problem.batch.precision)],
         "training.seq_len": problem.batch.seq_len,
         "training.global_batch_size": problem.batch.global_batch,
         "training.local_batch_size": plan.micro_batch_size * (uniform.gradient_accumulation if uniform.pp > 1 else 1),
@@ -66,7 +70,8 @@ def flags(problem: Problem, uniform: Uniform) -> list[str]:
         words += [f"--parallelism.pipeline_parallel_microbatch_size={plan.micro_batch_size}"]
         words += ["--parallelism.module_fqns_per_model_part"]  # a word a stage
         words += [",".join(names) for names in module_names(plan, problem.model)]
-        words += ["--training.disable_cuda_graphs"]  # it refuses them with pipelines
+    if uniform.pp > 1 or uniform.ep > 1:  # with which it refuses them, but for two of its ways to send tokens
+        words += ["--training.disable_cuda_graphs"]
     if uniform.tp > 1 and not stage.sequence_parallel:
         words.append("--parallelism.no-enable_sequence_parallel")
     if stage.zero in (1, 2):
@@ -111,6 +116,11 @@ def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: S
     notes = [] if config else [Message("note.titan_config")]
     if not module and problem.model.family != "llama":
         lost.append(Loss(what=Message("lost.family", family=problem.model.family)))
+    precision, optimizer = problem.batch.precision, problem.batch.optimizer
+    if precision in INSTEAD:
+        lost.append(Loss(what=Message("lost.precision", precision=precision, instead=INSTEAD[precision])))
+    if optimizer != "adamw":
+        lost.append(Loss(what=Message("lost.optimizer", optimizer=optimizer)))
     return Export(
         target="torchtitan",
         files=files,

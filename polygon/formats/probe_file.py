@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from polygon.domain.cluster import Cluster, Link, Region, link_between
-from polygon.domain.errors import fault
+from polygon.domain.errors import fault, require_number
 from polygon.domain.message import Message
 
 FORMAT = "polygon-probe"
@@ -20,17 +20,20 @@ def region_links(links: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], tu
     Raises
     ------
     InputError
-        For a link without its regions, round trip or rate.
+        For a link without its regions, round trip or rate, or where these are no numbers.
     """
     grouped: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for i, link in enumerate(links):
         try:
             pair = str(link["source_region"]), str(link["target_region"])
-            grouped.setdefault(pair, []).append((float(link["rtt_s"]) / 2, float(link["link_bytes_per_s"])))
+            rtt_s, rate = float(link["rtt_s"]), float(link["link_bytes_per_s"])
         except (KeyError, TypeError, ValueError) as error:
             raise fault(
                 f"links[{i}]", Message("found.event_without", what=str(error)[:60]), "a measured link"
             ) from None
+        require_number(rtt_s, f"links[{i}].rtt_s", at_least=0)
+        require_number(rate, f"links[{i}].link_bytes_per_s", above=0)  # 0 would be no link
+        grouped.setdefault(pair, []).append((rtt_s / 2, rate))
     return {pair: (median(r[0] for r in rows), median(r[1] for r in rows)) for pair, rows in grouped.items()}
 
 

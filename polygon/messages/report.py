@@ -26,6 +26,10 @@ ROUNDED = 1e-9
 """Part of a step below which a term is what rounding has left of nothing."""
 
 
+SOURCES = {"spec": "data sheets", "calibrated": "data sheets and published runs"}
+"""What times of layers are from, in words; others are measured on the devices, and called what the files are."""
+
+
 def three(value: float) -> str:
     """Three digits, zeros at the end among them, as the page has them: 3.00, 13.0, 120, 7,433."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".removesuffix(".")
@@ -223,6 +227,7 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBoun
         describe_runtime(runtime_data(problem.runtime)),
         f"step          {seconds(estimate.step_s)} (90 %: {seconds(estimate.low_s)} to {seconds(estimate.high_s)})",
         f"              {terms}",
+        f"compute from  {', '.join(SOURCES.get(name, name) for name in estimate.sources['compute'].split('+'))}",
         f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
         f"bound         no plan is faster than {seconds(bound.seconds)} ({bounds}); "
         f"gap {gap(estimate.step_s, bound):.0%}",

@@ -77,6 +77,22 @@ def enter_user_namespace() -> None:
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")
 
 
+def become_root() -> None:
+    """Root of a user namespace, for who is not root: to be called before numpy or torch start threads.
+
+    Raises
+    ------
+    InputError
+        Where this machine gives no lab.
+    """
+    if os.geteuid() == 0:
+        return
+    try:
+        enter_user_namespace()
+    except LabUnavailableError as error:
+        raise unavailable(error) from None
+
+
 def outer_user() -> int:
     """The user's id outside the user namespace that the process is in (the same where it is in none)."""
     user = os.getuid()

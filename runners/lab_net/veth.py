@@ -49,7 +49,10 @@ class VethWiring:
 
     def __init__(self, network: LabNetwork, namespaces: list[int], mtu_bytes: int) -> None:
         if network.shared:
-            raise InputError("backend: found netem, expected relay for a cluster with shared capacities")
+            raise InputError(
+                "backend: found netem, expected relay where hosts share a capacity (the cluster file's, or a card that "
+                "carries less than its links together)"
+            )
         self._network = network
         self._namespaces = namespaces
         self._latency_s, self._bytes_per_s = network.latency_s.copy(), network.bytes_per_s.copy()

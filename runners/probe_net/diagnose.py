@@ -190,6 +190,20 @@ def window_problem(facts: HostFacts, rtt_s: float, link_bytes_per_s: float, wher
     return NetworkFault(kind="small TCP window", rank=facts.rank, found=found, remedy=remedy)
 
 
+def broken_problem(rank: int, target: HostFacts, error: str) -> NetworkFault:
+    """A measurement that did not come to its end on a connection that was there; `error` is the socket's own word."""
+    found = f"the connection to rank {target.rank} ({target.host}) broke while it was measured ({error})"
+    remedy = "the link lost it: measure once more; on a very slow link with --streams 1 --sizes 0"
+    return NetworkFault(kind="broken connection", rank=rank, found=found, remedy=remedy)
+
+
+def left_problem(facts: HostFacts) -> NetworkFault:
+    """A rank that is no longer there."""
+    found = f"rank {facts.rank} ({facts.host}) left while links were measured"
+    remedy = "its own message says why (none: it was killed, or its host or link went down); start all ranks again"
+    return NetworkFault(kind="left", rank=facts.rank, found=found, remedy=remedy)
+
+
 def connect_problem(rank: int, target: HostFacts, error: str) -> NetworkFault:
     """A data connection that did not come about; `error` is the socket's own word."""
     address = f"{target.seen_address or target.used_address}:{target.port}"

@@ -16,6 +16,9 @@ WINDOW_SHARE = 0.82
 SATURATED = 0.9
 """Below this part of the best rate a stream count counts as limited by windows, not by the link."""
 
+LEAST_WINDOW = 1 << 14
+"""Bytes of the least buffer that Linux begins with (`tcp_wmem`): what fits to less is noise of a short round trip."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamFit:
@@ -39,8 +42,8 @@ class StreamFit:
 def fit_streams(rtt_s: float, bytes_per_s: Mapping[int, float]) -> StreamFit:
     r"""Fit :math:`b(n) = \min(B, n \cdot 0.82 \, W / RTT)` to rates measured with different numbers of streams.
 
-    B is the best rate seen. W comes from the stream counts that stayed below `SATURATED` of B, as the median of
-    :math:`b(n) RTT / (0.82 n)`.
+    B is the best rate seen. W comes from the stream counts below the best one that stayed under `SATURATED` of B, as
+    the median of :math:`b(n) RTT / (0.82 n)`; more streams that bring less are not limited by their windows.
 
     Parameters
     ----------
@@ -52,12 +55,13 @@ def fit_streams(rtt_s: float, bytes_per_s: Mapping[int, float]) -> StreamFit:
     if not bytes_per_s:
         raise InputError("streams: found no measurement, expected at least one")
     link = max(bytes_per_s.values())
-    limited = {n: rate for n, rate in bytes_per_s.items() if rate < SATURATED * link}
+    best = min(n for n, rate in bytes_per_s.items() if rate == link)
+    limited = {n: rate for n, rate in bytes_per_s.items() if n < best and rate < SATURATED * link}
     *fewer, most = sorted(bytes_per_s)
     # The best rate is the link's own only where the last streams added did not bring more in proportion.
     saturated = bool(fewer) and bytes_per_s[most] < SATURATED * most / fewer[-1] * bytes_per_s[fewer[-1]]
     windows = [rate * rtt_s / (WINDOW_SHARE * n) for n, rate in limited.items()]
-    window = float(np.median(windows)) if windows and rtt_s > 0 else None
+    window = float(np.median(windows)) if windows and np.median(windows) >= LEAST_WINDOW else None
     needed = 1
     if window is not None:
         needed = max(1, int(np.ceil(SATURATED * link * rtt_s / (WINDOW_SHARE * window) - 1e-9)))
@@ -90,6 +94,14 @@ def read_iperf3(data: Any, where: str) -> tuple[int, float, float | None]:
     """
     if isinstance(data, dict) and data.get("error"):
         raise InputError(f"{where}: found a failed run ({data['error']}), expected a finished one")
+    start = data.get("start") if isinstance(data, dict) else None
+    test = start.get("test_start") if isinstance(start, dict) else None
+    said = test if isinstance(test, dict) else {}
+    for key, option in (("reverse", "--reverse"), ("bidir", "--bidir")):
+        if said.get(key):
+            raise InputError(f"{where}: found a run with {option}, expected one of each way without it")
+    if str(said.get("protocol", "TCP")).upper() != "TCP":
+        raise InputError(f"{where}: found a run over {said['protocol']}, expected TCP, which ranks speak")
     try:
         end = data["end"]
         streams = end["streams"]

@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, one_of
 from runners.probe_net.diagnose import (
     HostFacts,
     NetworkFault,
     as_message,
+    broken_problem,
     connect_problem,
     host_facts,
     host_problems,
     interface_addresses,
+    left_problem,
 )
 from runners.probe_net.fit import fit_streams
 from runners.probe_net.wire import (
+    LONGEST_COUNT_S,
+    SILENT_S,
     DataServer,
+    NotReachedError,
+    keep_alive,
     measure_messages_s,
     measure_rate,
     measure_rtt_s,
+    message_sizes,
     receive_line,
     send_line,
 )
 
 _RETRY_S = 0.2
+_NO_PROBE = "does not answer as rank 0 of a probe does, expected rank 0 (is the port another program's?)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +58,8 @@ class ProbeOptions:
     timeout_s: float = 60.0
     data_port: int = 0
     interface: str = ""
+    regions: tuple[str, ...] = ()
+    """Of the cluster that the links go into: all that a rank may name; none: any."""
 
 
 def parse_url(url: str) -> tuple[str, int]:
@@ -59,6 +71,8 @@ def parse_url(url: str) -> tuple[str, int]:
         host, port = None, None
     if not url.startswith("tcp://") or not host or not port:
         raise InputError(f"--dist-url: found {url!r}, expected tcp://HOST:PORT")
+    if ":" in host:
+        raise InputError(f"--dist-url: found the IPv6 address {host}, expected an IPv4 one or a host's name")
     return host, port
 
 
@@ -98,12 +112,12 @@ def _call(address: tuple[str, int], source: str | None, timeout_s: float) -> soc
 def run_agent(rank: int, region: str, url: str, options: ProbeOptions) -> dict[str, Any]:
     """Join the session as a rank, measure what the coordinator asks for, return the final report."""
     source = _interface_address(options.interface)
-    server = DataServer(port=options.data_port)
+    server = _data_server(options.data_port)
     try:
         with _call(parse_url(url), source, options.timeout_s) as control:
+            _join(control, host_facts(rank, region, server.port, control.getsockname()[0]), url, options.timeout_s)
             control.settimeout(None)
-            control.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            send_line(control, as_message(host_facts(rank, region, server.port, control.getsockname()[0])))
+            keep_alive(control)
             while True:
                 try:
                     task = receive_line(control)
@@ -116,6 +130,38 @@ def run_agent(rank: int, region: str, url: str, options: ProbeOptions) -> dict[s
         server.close()
 
 
+def _data_server(port: int) -> DataServer:
+    try:
+        return DataServer(port=port)
+    except OSError as error:
+        raise InputError(
+            f"--data-port: port {port} cannot be opened here ({_why(error)}), expected a free port"
+        ) from None
+
+
+def _why(error: OSError) -> str:
+    """The system's word alone: `socket.create_server` adds to it."""
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def _join(control: socket.socket, facts: HostFacts, url: str, timeout_s: float) -> None:
+    """Say who comes; another program than rank 0 may listen there, and say anything or nothing."""
+    control.settimeout(timeout_s)
+    try:
+        send_line(control, as_message(facts))
+        joined = receive_line(control) == {"do": "joined"}
+    except ValueError:
+        joined = False
+    except TimeoutError:
+        raise InputError(
+            f"--dist-url: found a program at {url} that says nothing in {timeout_s:g} s: it {_NO_PROBE}"
+        ) from None
+    except OSError as error:
+        raise InputError(f"rank 0 ended the probe ({error}): its own message says why") from None
+    if not joined:
+        raise InputError(f"--dist-url: found a program at {url} that {_NO_PROBE}")
+
+
 def _measure(task: dict[str, Any], source: str | None) -> dict[str, Any]:
     target = (task["address"], task["port"])
     try:
@@ -123,10 +169,11 @@ def _measure(task: dict[str, Any], source: str | None) -> dict[str, Any]:
         rates = {
             n: measure_rate(target, n, rtt_s=rtt_s, seconds=task["seconds"], source=source) for n in task["streams"]
         }
-        sizes = measure_messages_s(target, task["sizes"], source) if task["sizes"] else {}
+        sizes = message_sizes(task["sizes"], max(rates.values())) if task["sizes"] else []
+        messages_s = measure_messages_s(target, sizes, source) if sizes else {}
     except OSError as error:
-        return {"error": str(error)}
-    return {"rtt_s": rtt_s, "rtt_median_s": median_s, "rates": rates, "messages_s": sizes}
+        return {"error": str(error), "reached": not isinstance(error, NotReachedError)}
+    return {"rtt_s": rtt_s, "rtt_median_s": median_s, "rates": rates, "messages_s": messages_s}
 
 
 class Coordinator:
@@ -141,18 +188,23 @@ class Coordinator:
             self._listener = socket.create_server(("", port), backlog=world_size + 8)
         except OSError as error:
             raise InputError(
-                f"--dist-url: port {port} cannot be opened here ({error.strerror}), expected a free port"
+                f"--dist-url: port {port} cannot be opened here ({_why(error)}), expected a free port"
             ) from None
         self._controls: dict[int, socket.socket] = {}
+        self._gone: set[int] = set()
         self._ranks: list[HostFacts] = []
 
     def run(self) -> dict[str, Any]:
-        """Gather, measure, report; every rank gets the report."""
+        """Gather, measure, report; every rank gets the report.
+
+        A rank that leaves, and Ctrl-C, end what has to do with it; what was measured until then is reported.
+        """
         try:
             self._gather()
             report = self._report()
             for control in self._controls.values():
-                send_line(control, {"do": "end", "report": report})
+                with contextlib.suppress(OSError):  # it left
+                    send_line(control, {"do": "end", "report": report})
         finally:
             self._listener.close()
             for control in self._controls.values():
@@ -178,20 +230,46 @@ class Coordinator:
             except (OSError, ValueError, TypeError):
                 control.close()  # a port scanner or another program, not a rank
                 continue
-            if facts.rank in found or not 0 <= facts.rank < self._world_size:
-                raise InputError(f"--rank: found {facts.rank} twice or outside 0..{self._world_size - 1}")
-            control.settimeout(300.0)
+            try:
+                self._check(facts, found)
+            except InputError:
+                control.close()
+                raise
+            keep_alive(control)
+            control.settimeout(self._patience_s)
+            with contextlib.suppress(OSError):  # one that left at once is found out when it is asked
+                send_line(control, {"do": "joined"})
             found[facts.rank] = facts
             self._controls[facts.rank] = control
         self._ranks = [found[rank] for rank in range(self._world_size)]
 
-    def _pairs(self) -> list[tuple[int, int]]:
+    def _check(self, facts: HostFacts, found: Mapping[int, HostFacts]) -> None:
+        """Refuse a rank that cannot belong to the session, before anything is measured."""
+        where = f"rank {facts.rank} ({facts.host})"
+        if facts.rank in found:
+            raise InputError(
+                f"--rank: found {facts.rank} twice ({found[facts.rank].host}, {facts.host}), expected once"
+            )
+        if not 0 <= facts.rank < self._world_size:
+            raise InputError(f"--rank: found {facts.rank} ({facts.host}), expected 0 to {self._world_size - 1}")
+        if self._options.regions and facts.region not in self._options.regions:
+            expected = one_of(facts.region, self._options.regions)
+            raise InputError(f"{where}: --region: found {facts.region!r}, expected {expected}, as in the cluster")
+
+    @property
+    def _patience_s(self) -> float:
+        """Longer than any answer takes; the kernel tells of hosts that have vanished (`keep_alive`)."""
+        each_s = max(self._options.seconds or 0.0, LONGEST_COUNT_S) + SILENT_S
+        return 600.0 + 2 * each_s * len(self._options.streams)
+
+    def _pairs(self) -> list[list[tuple[int, int]]]:
+        """What is to be measured: pairs of ranks of which the first that both are still there is taken."""
         every = [(a, b) for a in range(self._world_size) for b in range(self._world_size) if a != b]
         if self._options.pairs == "all" or not all(facts.region for facts in self._ranks):
-            return every
-        chosen: dict[tuple[str, str], tuple[int, int]] = {}
+            return [[pair] for pair in every]
+        chosen: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for a, b in every:
-            chosen.setdefault((self._ranks[a].region, self._ranks[b].region), (a, b))
+            chosen.setdefault((self._ranks[a].region, self._ranks[b].region), []).append((a, b))
         return sorted(chosen.values())
 
     def _address(self, target: HostFacts) -> str:
@@ -201,26 +279,44 @@ class Coordinator:
     def _report(self) -> dict[str, Any]:
         links: list[dict[str, Any]] = []
         problems: list[NetworkFault] = []
-        pairs = self._pairs()
-        for done, (a, b) in enumerate(pairs, start=1):
-            result = self._ask(a, self._ranks[b])
-            label = f"[{done}/{len(pairs)}] {self._ranks[a].host} -> {self._ranks[b].host}"
-            if "error" in result:
-                problems.append(connect_problem(a, self._ranks[b], result["error"]))
-                self._say(f"{label}: {result['error']}")
-                continue
-            links.append(self._link(a, b, result))
-            self._say(f"{label}: {describe(links[-1])}")
+        complete = True
+        try:
+            self._measure_all(links, problems)
+        except KeyboardInterrupt:
+            complete = False
+        problems += [left_problem(self._ranks[rank]) for rank in sorted(self._gone)]
         problems += host_problems(self._ranks, links)
         return {
             "format": "polygon-probe",
             "version": 1,
+            "complete": complete,
             "ranks": [as_message(facts) for facts in self._ranks],
             "links": links,
             "problems": [dataclasses.asdict(problem) for problem in problems],
         }
 
-    def _ask(self, rank: int, target: HostFacts) -> dict[str, Any]:
+    def _measure_all(self, links: list[dict[str, Any]], problems: list[NetworkFault]) -> None:
+        jobs = self._pairs()
+        for done, pairs in enumerate(jobs, start=1):
+            for a, b in pairs:
+                if {a, b} & self._gone:
+                    continue
+                result = self._ask(a, self._ranks[b])
+                label = f"[{done}/{len(jobs)}] {name_of(self._ranks[a])} -> {name_of(self._ranks[b])}"
+                if result is None or ("error" in result and self._has_left(b)):
+                    self._say(f"{label}: rank {a if a in self._gone else b} left")
+                    continue  # another pair of these regions may stand in
+                if "error" in result:
+                    problem = broken_problem if result["reached"] else connect_problem
+                    problems.append(problem(a, self._ranks[b], result["error"]))
+                    self._say(f"{label}: {result['error']}")
+                else:
+                    links.append(self._link(a, b, result))
+                    self._say(f"{label}: {describe(links[-1])}")
+                break
+
+    def _ask(self, rank: int, target: HostFacts) -> dict[str, Any] | None:
+        """What a rank measured; None where it has left."""
         task = {
             "do": "measure",
             "address": self._address(target),
@@ -232,8 +328,21 @@ class Coordinator:
         try:
             send_line(self._controls[rank], task)
             return receive_line(self._controls[rank])
-        except OSError as error:
-            raise InputError(f"rank {rank} left the probe ({error})") from None
+        except OSError:
+            self._gone.add(rank)
+            return None
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank that has nothing to say now has closed its connection."""
+        control = self._controls[rank]
+        try:
+            readable, _, _ = select.select([control], [], [], 0)
+            left = bool(readable) and not control.recv(1, socket.MSG_PEEK)
+        except OSError:
+            left = True
+        if left:
+            self._gone.add(rank)
+        return left
 
     def _link(self, a: int, b: int, result: dict[str, Any]) -> dict[str, Any]:
         rates = {int(n): rate for n, rate in result["rates"].items()}
@@ -252,6 +361,11 @@ class Coordinator:
             "saturated": fit.saturated,
             "streams_needed": fit.streams_needed,
         }
+
+
+def name_of(facts: HostFacts) -> str:
+    """What a rank's host is called: in many places all have one name, so its region stands beside it, or its rank."""
+    return f"{facts.region}/{facts.host}" if facts.region else f"rank {facts.rank} ({facts.host})"
 
 
 def describe(link: dict[str, Any]) -> str:

@@ -17,6 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 CONNECT_TIMEOUT_S = 6.0
+SILENT_S = 60.0
+"""A connection on which nothing moves for so long is broken."""
+LONGEST_MESSAGE_S = 8.0
+"""Messages that would take longer are not measured: five of the largest are sent."""
+LONGEST_COUNT_S = 20.0
+"""Most seconds after which something must have been counted."""
 _CHUNK = 1 << 20
 _BIN_S = 0.05
 """Receivers count arrived bytes in bins of this length."""
@@ -105,11 +111,26 @@ class DataServer:
             sock.sendall(b"!")
 
 
+class NotReachedError(OSError):
+    """No connection came about: nothing could be measured at all."""
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel end a connection whose other host has vanished (a cable, a power cut) within 40 s."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6), ("TCP_USER_TIMEOUT", 40_000)):
+        if hasattr(socket, option):  # Linux
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
 @contextlib.contextmanager
 def _connected(target: tuple[str, int], source: str | None, verb: str, name: str = "") -> Iterator[socket.socket]:
-    sock = socket.create_connection(target, CONNECT_TIMEOUT_S, source_address=(source, 0) if source else None)
+    try:
+        sock = socket.create_connection(target, CONNECT_TIMEOUT_S, source_address=(source, 0) if source else None)
+    except OSError as error:
+        raise NotReachedError(str(error)) from None
     with sock:
-        sock.settimeout(60.0)
+        sock.settimeout(SILENT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         send_line(sock, {"verb": verb, "id": name})
         yield sock
@@ -155,10 +176,28 @@ def measure_rate(
 ) -> float:
     """Steady rate [bytes/s] that n parallel streams deliver together, counted where it arrives.
 
-    Runs for `seconds` (default: 1 s and 14 round trips, long enough for TCP to open its window); what arrived in the
-    first half is left out.
+    Runs for `seconds` (default: 1 s and 14 round trips, long enough for TCP to open its window), twice as long where
+    that is too short to count anything; what arrived in the first half is left out.
+
+    Raises
+    ------
+    OSError
+        Where the connection breaks, or nothing arrives.
     """
     duration_s = seconds if seconds is not None else 1.0 + 14 * rtt_s
+    while not (rate := _rate(target, streams, duration_s, source)):
+        if duration_s > LONGEST_COUNT_S:
+            raise OSError(f"nothing arrived in {duration_s:g} s")
+        duration_s = max(2 * duration_s, 4 * _BIN_S)
+    return rate
+
+
+def message_sizes(sizes_bytes: Sequence[int], bytes_per_s: float) -> list[int]:
+    """Of the sizes those that such a link carries within `LONGEST_MESSAGE_S`, at least the smallest."""
+    return [n for n in sizes_bytes if n <= max(LONGEST_MESSAGE_S * bytes_per_s, min(sizes_bytes))]
+
+
+def _rate(target: tuple[str, int], streams: int, duration_s: float, source: str | None) -> float:
     name = f"{time.monotonic_ns():x}-{streams}"
     stop = threading.Event()
     with contextlib.ExitStack() as stack:

@@ -603,3 +603,72 @@ def test_experts_and_cut_sequences_have_errors_of_their_own():
     assert half_width(**program, **experts) == pytest.approx(groups["experts"]["error"])
     nemo = {"framework": "NeMo 24.07", "date": "2024-07"}
     assert half_width(**nemo, cp=2, dp=8) == pytest.approx(groups["context/nemo-24"]["error"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"measured_iteration_time_s": float("nan")}, "measured_iteration_time_s: found nan, expected a number > 0"),
+        ({"measured_iteration_time_s": -3.0}, "measured_iteration_time_s: found -3.0, expected a number > 0"),
+        ({"measured_iteration_time_s": "fast"}, "measured_iteration_time_s: found 'fast', expected a number > 0"),
+        ({"measured_memory_gigabytes": -5}, "measured_memory_gigabytes: found -5, expected a number > 0"),
+        ({"tp": 1.5}, "tp: found 1.5, expected a whole number >= 1"),
+        ({"gpu_count": "8"}, "gpu_count: found '8', expected a whole number >= 1"),
+        ({"device": None, "gpu_type": None}, "device is missing"),
+    ],
+)
+def test_a_row_of_no_numbers_is_skipped_with_what_is_wrong(changes, message, tmp_path):
+    """Not a run of an error of nan or -140 %, which was in the mean over all."""
+    row = next(
+        r
+        for r in json.loads((MEASURED / "published_runs.json").read_text("utf-8"))["rows"]
+        if r.get("measured_iteration_time_s") and r.get("runtime")
+    )
+    wrong = {key: value for key, value in (row | changes | {"id": "w"}).items() if value is not None}
+    (tmp_path / "runs.json").write_text(json.dumps({"rows": [row, wrong]}), "utf-8")
+    runs, skipped = validate.read_runs([str(tmp_path / "runs.json")])
+    assert [run.identifier for run in runs] == [row["id"]] and skipped == [{"id": "w", "reason": message}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"measured_step_s": "3 s"}, "rows[0].measured_step_s: found '3 s', expected a number > 0"),
+        ({"measured_step_s": float("nan")}, "rows[0].measured_step_s: found nan, expected a number > 0"),
+        ({"plan": None}, "rows[0].plan: found nothing"),
+        ({"runtime": "eagre"}, "rows[0]: found runtime 'eagre'"),
+    ],
+)
+def test_a_measured_plan_of_ones_own_is_read_or_told_in_one_line(changes, message):
+    """The program is the plan file's where the row names none."""
+    data = json.loads((MEASURED / "plan_runs.json").read_text("utf-8"))
+    row = data["rows"][0]
+    with pytest.raises(InputError) as told:
+        plan_runs(data | {"rows": [row | changes]})
+    assert str(told.value).startswith(message)
+    with pytest.raises(InputError, match="rows: found nothing"):
+        plan_runs({key: value for key, value in data.items() if key != "rows"})
+    own = {key: value for key, value in row.items() if key not in ("runtime", "dataset")}
+    [run] = plan_runs(data | {"rows": [own]})
+    assert (run.problem.runtime.name, run.dataset, run.step_s) == ("polygon", "own runs", row["measured_step_s"])
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "change", "message"),
+    [
+        ("--profiles", "sailor_profiles", ("compute", 3), "compute: found 3, expected a list"),
+        ("--profiles", "sailor_profiles", ("compute", [{}]), "compute[0].model: found nothing, expected a text"),
+        ("--profiles", "sailor_profiles", ("models", {"x": {}}), "models.x.info: found nothing"),
+        ("--network", "sailor_network", ("links", 3), "links: found 3, expected a list"),
+        ("--network", "sailor_network", ("links", [{}]), "links[0].coefficients_GBps: found nothing, expected a list"),
+        ("--network", "sailor_network", ("gpus_per_node", {"t4": 0}), "gpus_per_node.t4: found 0, expected a whole"),
+    ],
+)
+def test_measurements_that_are_none_are_told_in_one_line(option, name, change, message, tmp_path, capsys):
+    """Of the file, and where in it; they ended in tracebacks."""
+    data = json.loads((MEASURED / f"{name}.json").read_text("utf-8"))
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(data | dict([change])), "utf-8")
+    assert cli.run(validate.main, [str(MEASURED / "plan_runs.json"), option, str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{file}: {message}") and error.count("\n") == 1

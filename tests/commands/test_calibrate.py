@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small_problems import routed_problem
 
+from polygon import search
 from polygon.accuracy import run_logs
 from polygon.commands import calibrate, cli
 from polygon.cost.calibration import Calibration, calibration
@@ -72,6 +73,40 @@ def test_a_short_run_or_a_missing_log_is_refused(logged, tmp_path, capsys):
     rank_0.unlink()
     assert cli.run(calibrate.main, [str(logged)]) == 2
     assert "rank-0.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seconds": float("nan")}, "seconds: found nan, expected a number > 0"),
+        ({"seconds": -1.0}, "seconds: found -1.0, expected a number > 0"),
+        ({"seconds_by_kind": {"compute": "long"}}, "seconds_by_kind.compute: found 'long', expected a number >= 0"),
+    ],
+)
+def test_a_log_with_what_is_no_number_is_named(change, message, logged, capsys):
+    """Not the factor that it would have made."""
+    log = logged / "rank-0.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()[:-1]]
+    log.write_text("".join(json.dumps(line | change if line.get("step") == 7 else line) + "\n" for line in lines))
+    assert cli.run(calibrate.main, [str(logged)]) == 2
+    assert capsys.readouterr().err == f"{log}: step 7: {message}\n"
+
+
+def test_a_plan_of_more_ranks_than_the_log_is_told_so(logged, capsys):
+    """The file that is not there is named, not one of no steps."""
+    (logged / "rank-1.jsonl").unlink()
+    assert cli.run(calibrate.main, [str(logged)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{logged / 'rank-1.jsonl'}: found no such file, expected the logs of the ")
+
+
+def test_factors_of_devices_that_are_not_there_are_refused(logged, capsys):
+    """As profiles and benches are: those of links would be taken from quite other machines."""
+    (logged / "factors.json").write_text(json.dumps(TRUTH.to_dict()), "utf-8")
+    (logged / "lab.yaml").write_text("regions: [{name: lab, nodes: [{device: t4, count: 1}]}]", "utf-8")
+    words = ["--cluster", str(logged / "lab.yaml"), "--model", "gpt-tiny", "--global-batch", "2", "--seq-len", "64"]
+    assert cli.run(search.main, [*words, "--calibration", str(logged / "factors.json")]) == 2
+    assert capsys.readouterr().err == "--calibration: found factors of cpu, expected one of t4\n"
 
 
 def test_a_calibration_of_nothing_changes_nothing(logged):

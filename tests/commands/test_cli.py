@@ -399,6 +399,37 @@ def test_a_profile_of_a_device_that_is_not_there_is_refused(tmp_path, capsys):
     assert capsys.readouterr().err == "--profile: found layers of a100-80gb, expected one of t4\n"
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 32}, "profile of t4: seq_len: found 64, expected 32, as it was measured"),
+        ({"precision": "fp32"}, "profile of t4: precision: found 'bf16', expected fp32, as it was measured"),
+        ({"hidden_size": 77}, "profile of t4: hidden_size: found 128, expected 77, as it was measured"),
+    ],
+)
+def test_a_profile_of_other_layers_is_refused_and_beside_others_left_out(changes, message, tmp_path, capsys):
+    """It changed nothing, and the last of several files went before those that fit. What counts is told."""
+    layers = [
+        {"kind": kind, "micro_batch_size": 1, "forward_s": 0.01, "backward_s": 0.03}
+        for kind in ("embedding", "block", "head")
+    ]
+    fits = {"format": "polygon-layer-profile", "device": "t4", "seq_len": 64, "hidden_size": 128, "layers": layers}
+    for name, data in (("fits", fits), ("other", fits | changes)):
+        (tmp_path / name).write_text(json.dumps(data), "utf-8")
+    (tmp_path / "lab.yaml").write_text("regions: [{name: lab, nodes: [{device: t4, count: 1}]}]", "utf-8")
+    words = ["--cluster", str(tmp_path / "lab.yaml"), "--model", "gpt-tiny", "--global-batch", "2", "--seq-len", "64"]
+    words += ["--effort", "quick", "--quiet"]
+    fitting, other = ["--profile", str(tmp_path / "fits")], ["--profile", str(tmp_path / "other")]
+    assert cli.run(search.main, [*words, *other]) == 2
+    assert capsys.readouterr().err == message + "\n"
+    assert cli.run(search.main, [*words, *fitting, *fitting]) == 2
+    assert capsys.readouterr().err == "profile of t4: found 2 files, expected one\n"
+    told = [[], fitting, [*fitting, *other]]
+    assert [cli.run(search.main, [*words, *more]) for more in told] == [0, 0, 0]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compute from")]
+    assert lines == ["compute from  data sheets", "compute from  profile", "compute from  profile"]
+
+
 def test_a_cluster_in_place_of_groups_is_told_where_it_goes():
     """The likeliest slip of a first day."""
     parser = planning_parser("polygon search", "", "the plan")

@@ -78,6 +78,7 @@ links:
   - {between: [tokyo, berlin], latency_ms: 5, bandwidth_gbps: 1}
 """
 PREPARED = """
+python -m runners.probe --iperf3 tokyo:berlin=p1.json -o report.json
 polygon init c.yaml --model gpt2 --global-batch 32 --seq-len 128 --precision fp32 -o groups.json
 polygon search groups.json --effort quick -o plan.json
 polygon launch plan.json --rehearse --max-ranks 4 --steps 8 --log-dir run

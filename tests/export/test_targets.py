@@ -279,7 +279,8 @@ def test_what_torchtitan_and_megatron_insist_on():
             seen.add((target, tensor))
             if target == "torchtitan":
                 assert re.search(r'"\$@" activation-checkpoint:(none|selective|full)$', text.strip())
-                assert ("pipeline_parallel_schedule" in text) == ("disable_cuda_graphs" in text)
+                spread = "expert_parallel_degree=1 " not in text
+                assert ("pipeline_parallel_schedule" in text or spread) == ("disable_cuda_graphs" in text)
                 stages = re.findall(r"module_fqns_per_model_part (.*) \\\n", text)
                 degree = int(re.search(r"pipeline_parallel_degree=(\d+)", text)[1])
                 assert (len(stages[0].split()) if stages else 1) == degree
@@ -461,7 +462,7 @@ def test_deepspeed_configs_multiply_out():
 KNOWN_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "optimizer", "zero_optimization", "steps_per_print", "wall_clock_breakdown", "communication_data_type", "bf16",
-    "fp16",
+    "fp16", "zero_allow_untested_optimizer",
 }  # fmt: skip
 """Of deepspeed.ai/docs/config-json; the parser lets unknown ones pass."""
 
@@ -482,6 +483,61 @@ def test_deepspeeds_own_parser_takes_every_config():
         assert parsed["train_batch_size"] == config["train_batch_size"], config
         assert parsed["stage"] == config["zero_optimization"]["stage"], config
         assert parsed["optimizer"].lower() in ("adamw", "sgd"), config
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_an_optimizer_is_said_or_among_what_is_lost(optimizer):
+    """Megatron-LM's distributed optimizer ends at SGD, DeepSpeed's ZeRO wants to be told that it is meant, and
+    torchtitan's configurations have one of their own."""
+    starts, told, lost = [], set(), set()
+    for given, plan, _ in drawn(12):
+        problem = replace(given, batch=replace(given.batch, optimizer=optimizer))
+        found = {target: export(problem, plan, target) for target in ("megatron", "deepspeed", "torchtitan")}
+        if found["megatron"] is not None:
+            starts.append(target_parsers.megatron_start(found["megatron"].files))
+        if found["deepspeed"] is not None:
+            config = json.loads(found["deepspeed"].files["ds_config.json"])
+            sharded = config["zero_optimization"]["stage"] > 0
+            told.add((sharded, config.get("zero_allow_untested_optimizer", False)))
+        if found["torchtitan"] is not None:
+            lost |= {str(loss.what) for loss in found["torchtitan"].losses if loss.what.kind == "lost.optimizer"}
+    sgd = optimizer == "sgd"
+    assert ({"--use-distributed-optimizer"} & {word for words, *_ in starts for word in words} == set()) == sgd
+    assert (True, sgd) in told and told <= {(True, sgd), (False, False)}
+    assert lost == ({"sgd: the optimizer is the configuration's, AdamW where nobody changes it"} if sgd else set())
+    if target_parsers.installed("megatron"):
+        assert [said["refused"] for said in target_parsers.read_by_megatron(starts) if "refused" in said] == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp8", "tf32"])
+def test_a_precision_is_said_or_among_what_is_lost(precision):
+    """torchtitan trains in bf16 unless it is told, and has no fp16; DeepSpeed's configuration has no 8 bits."""
+    problem, plan, _ = of_dimensions("llama3-8b", {"dp": 16, "zero": 3})
+    problem = replace(problem, batch=replace(problem.batch, precision=precision))
+    instead = {
+        "torchtitan": {"fp16": "bf16", "fp8": "bf16", "tf32": "fp32"},
+        "deepspeed": {"fp8": "bf16", "tf32": "fp32"},
+    }
+    for target, changed in instead.items():
+        result = export(problem, plan, target)
+        lost = {str(loss.what) for loss in result.losses if loss.what.kind == "lost.precision"}
+        assert lost == ({f"{precision}: {changed[precision]} instead"} if precision in changed else set())
+        written = changed.get(precision, precision)
+        if target == "torchtitan":
+            known = {"bf16": "bfloat16", "fp32": "float32"}
+            assert f"--training.mixed_precision_param={known[written]}" in result.files["flags.txt"].split()
+        else:
+            config = json.loads(result.files["ds_config.json"])
+            assert [name for name in ("bf16", "fp16") if name in config] == ([] if written == "fp32" else [written])
+
+
+def test_megatron_leaves_out_no_more_than_the_plan():
+    """Its dropouts are 0.1 unless it is told, which plans do not count; of a program of before they are its own."""
+    problem, plan, _ = of_dimensions("llama3-8b", {"dp": 16, "zero": 3})
+    lines = export(problem, plan, "megatron").files["arguments.txt"].splitlines()
+    assert {"--attention-dropout 0", "--hidden-dropout 0"} <= set(lines)
+    before = replace(problem, runtime=catalogue.runtime("megatron-2022"))
+    assert "dropout" not in export(before, plan, "megatron").files["arguments.txt"]
 
 
 def test_tables_are_those_of_the_problem():

@@ -335,18 +335,33 @@ def test_cleanup_removes_dead_folders_and_no_living_lab(tmp_path):
     [
         ([], "CLUSTER: found nothing"),
         (["absent.yaml"], "absent.yaml: found no such file"),
-        (["{cluster}", "--hosts-per-region", "0"], "--hosts-per-region: found 0"),
+        (["{cluster}", "--hosts-per-region", "0"], "--hosts-per-region: found '0'"),
+        (["{cluster}", "--streams", "0"], "--streams: found '0'"),
+        (["{cluster}", "--time-limit", "-1"], "--time-limit: found '-1'"),
+        (["{cluster}", "--master-port", "99999"], "--master-port: found '99999'"),
         (["{cluster}", "--backend", "magic"], "backend: found 'magic'"),
         (["{cluster}", "--congestion", "magic"], "congestion: found 'magic'"),
         (["{cluster}", "--tcp-window", "none"], "--tcp-window: found 'none'"),
         (["--enter", "tokyo-0", "--lab", "none"], "--lab: found none running"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(words, message, cluster_file):
+def test_bad_input_is_one_line_and_status_2(words, message, cluster_file, status_of):
     """Every wrong word is named in one line."""
     error = io.StringIO()
     with contextlib.redirect_stderr(error):
-        status = main([word.replace("{cluster}", cluster_file) for word in words])
+        status = status_of(main, [word.replace("{cluster}", cluster_file) for word in words])
     assert status == 2 and message in error.getvalue()
     assert [line for line in error.getvalue().splitlines() if message in line]
     assert "Traceback" not in error.getvalue()
+
+
+@pytest.mark.parametrize("program", ["lab", "lab_launch"])
+def test_a_user_becomes_root_of_a_namespace_before_threads_start(program):
+    """With numpy or torch imported there are threads (unless OMP_NUM_THREADS is 1), and Linux then refuses it."""
+    tried = (
+        "import runpy, sys; from runners.lab_net import linux\n"
+        "linux.become_root = lambda: sys.exit(7 + ('numpy' in sys.modules))\n"
+        f"sys.argv = ['{program}', 'cluster.yaml']; runpy.run_module('runners.{program}', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", tried], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr

@@ -40,6 +40,14 @@ def test_fit_of_measured_streams():
     assert fit.streams_needed == 6
 
 
+def test_more_streams_that_bring_less_have_no_small_windows():
+    """2 Mbit/s at 20 us: the best rate is one stream's, so that no window is seen; nor in noise at such round trips."""
+    fit = fit_streams(2e-5, {n: mbit * 1e6 / 8 for n, mbit in {1: 2.2, 2: 1.9, 4: 1.6, 8: 1.7}.items()})
+    assert fit.window_bytes is None and fit.streams_needed == 1 and fit.saturated
+    fit = fit_streams(2e-5, {1: 38.8e6 / 8, 2: 47.8e6 / 8})
+    assert fit.window_bytes is None and fit.streams_needed == 1
+
+
 @given(latency_s=st.floats(1e-4, 0.2), rate=st.floats(1e5, 1e9))
 def test_message_fit_recovers_latency_and_rate(latency_s, rate):
     """t = latency + bytes / rate, without noise, comes back."""
@@ -85,6 +93,11 @@ def test_failed_or_foreign_iperf3_files_are_named():
     """A failed run quotes iperf3; anything else is no report."""
     with pytest.raises(InputError, match=r"x.json: found a failed run \(unable to connect"):
         read_iperf3({"start": {}, "error": "unable to connect to server"}, "x.json")
+    for key, said in (("reverse", "--reverse"), ("bidir", "--bidir")):
+        with pytest.raises(InputError, match=f"x.json: found a run with {said}"):
+            read_iperf3({"start": {"test_start": {"protocol": "TCP", key: 1}}, "end": {}}, "x.json")
+    with pytest.raises(InputError, match="found a run over UDP, expected TCP"):
+        read_iperf3({"start": {"test_start": {"protocol": "UDP"}}, "end": {}}, "x.json")
     for data in ({}, [], {"end": {"streams": []}}, {"end": {"sum_received": 3, "streams": []}}):
         with pytest.raises(InputError, match=r"x.json: found"):
             read_iperf3(data, "x.json")
@@ -109,6 +122,32 @@ def test_command_line_writes_the_measured_cluster(tmp_path, capsys, status_of):
     assert "found 'Nowhere', expected one of A, B" in capsys.readouterr().err
     assert status_of(main, ["--iperf3", "A-B", "--cluster", str(source)]) == 2
     assert "expected REGION:REGION=FILE" in capsys.readouterr().err
+
+
+def test_a_report_of_before_goes_into_a_cluster(tmp_path, capsys, status_of):
+    """Nobody measures twice for having left --cluster out; what is no report, or no measured link, is told."""
+    from polygon.formats.files import read_cluster
+
+    source, out, report = tmp_path / "c.yaml", tmp_path / "measured.json", tmp_path / "report.json"
+    source.write_text(
+        "regions:\n  - {name: A, nodes: [{device: T4, count: 1}]}\n  - {name: B, nodes: [{device: T4, count: 1}]}\n"
+        "links:\n  - {between: [A, B], latency_ms: 5, bandwidth_gbps: 7}\n"
+    )
+    run = iperf3_file(tmp_path / "r.json", 8, 300, 60_000)
+    assert main(["--iperf3", f"A:B={run}", "-o", str(report)]) == 0
+    words = ["--report", str(report), "--cluster", str(source), "-o", str(out)]
+    assert main(words) == 0
+    cluster = read_cluster(out)
+    assert cluster.latency_s[0, 1] == pytest.approx(0.03) and cluster.bytes_per_s[0, 1] == pytest.approx(300e6 / 8)
+    assert status_of(main, words[:2]) == 2 and "expected --cluster FILE" in capsys.readouterr().err
+    assert status_of(main, ["--report", str(out), *words[2:]]) == 2
+    assert f"{out}: found no polygon-probe, expected a report" in capsys.readouterr().err
+    found = json.loads(report.read_text())
+    for name, value, allowed in (("link_bytes_per_s", 0, "> 0"), ("rtt_s", float("nan"), ">= 0")):
+        report.write_text(json.dumps(found | {"links": [found["links"][0] | {name: value}]}))
+        assert status_of(main, words) == 2
+        told = f"{report}: links[0].{name}: found {float(value)}, expected a number {allowed}"
+        assert told in capsys.readouterr().err
 
 
 def test_a_link_inside_a_region_goes_to_its_nodes():

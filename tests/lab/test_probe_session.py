@@ -1,7 +1,10 @@
 """A probe session between real processes, on this host and between the lab's hosts."""
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,8 @@ import pytest
 
 from polygon.formats.files import read_cluster
 from runners.probe import main
-from runners.probe_net.wire import steady_rate
+from runners.probe_net.diagnose import as_message, host_facts
+from runners.probe_net.wire import DataServer, measure_rate, message_sizes, receive_line, send_line, steady_rate
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
 
@@ -61,9 +65,128 @@ def test_an_unreachable_coordinator_is_named(capsys, status_of):
     assert "rank 0 does not run there" in error and error.count("\n") == 1
 
 
+FAST = ["--streams", "1", "--sizes", "0", "--seconds", "0.2"]
+
+
+@contextlib.contextmanager
+def played_rank(port, rank, region):
+    """A rank that this test plays: its connection to rank 0, joined, and its data server behind it."""
+    server = DataServer()
+    try:
+        control = eventually(lambda: reached(port))
+        with control:
+            control.settimeout(PATIENCE_S)
+            send_line(control, as_message(host_facts(rank, region, server.port, "127.0.0.1")))
+            assert receive_line(control) == {"do": "joined"}
+            yield control
+    finally:
+        server.close()
+
+
+def reached(port):
+    """A connection to rank 0, once it listens."""
+    try:
+        return socket.create_connection(("127.0.0.1", port))
+    except OSError:
+        return None
+
+
+def test_what_was_measured_outlives_a_rank_that_leaves(tmp_path):
+    """A rank leaves when it is asked to measure: the links of the others are measured, and its going is told."""
+    port, out = free_port(), tmp_path / "report.json"
+    common = ["--dist-url", f"tcp://127.0.0.1:{port}", "--world-size", "3", *FAST]
+    first = start([*common, "--rank", "0", "--region", "A", "-o", str(out)])
+    with played_rank(port, 1, "B") as leaves:
+        last = start([*common, "--rank", "2", "--region", "C"])
+        assert receive_line(leaves)["do"] == "measure"
+    told = [rank.communicate(timeout=PATIENCE_S) for rank in (first, last)]
+    assert [first.returncode, last.returncode] == [0, 0], told
+    report = json.loads(out.read_text())
+    measured = {(link["source_region"], link["target_region"]) for link in report["links"]}
+    assert measured == {("A", "B"), ("A", "C"), ("C", "A")} and report["complete"]
+    (problem,) = (problem for problem in report["problems"] if problem["kind"] == "left")
+    assert problem["rank"] == 1 and "rank 1" in problem["found"]
+
+
+def test_ctrl_c_keeps_the_links_that_were_measured(tmp_path):
+    """The second link is never measured to its end: the first is in the cluster, the other stays, and that is said."""
+    port, out, cluster = free_port(), tmp_path / "measured.json", tmp_path / "c.yaml"
+    cluster.write_text(
+        "regions:\n  - {name: A, nodes: [{device: T4, count: 1}]}\n  - {name: B, nodes: [{device: T4, count: 1}]}\n"
+        "links:\n  - {between: [A, B], latency_ms: 5, bandwidth_gbps: 7000}\n"
+    )
+    first = start(
+        ["--dist-url", f"tcp://127.0.0.1:{port}", "--world-size", "2", "--rank", "0", "--region", "A", *FAST,
+         "--cluster", str(cluster), "-o", str(out)]
+    )  # fmt: skip
+    with played_rank(port, 1, "B") as silent:
+        assert receive_line(silent)["do"] == "measure"
+        first.send_signal(signal.SIGINT)
+        _, error = first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == 130, error
+    found = read_cluster(out)
+    assert found.bytes_per_s[0, 1] < 7e12 / 8 and found.bytes_per_s[1, 0] == 7e12 / 8
+    assert "interrupted: these 1 links were measured" in error and f"not measured, as {cluster} says: B -> A" in error
+
+
+def test_a_region_that_the_cluster_has_not_is_told_before_anything_is_measured(tmp_path, capsys, status_of):
+    """Its links could go nowhere; the ranks are named, and so is a cluster file that cannot be read."""
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text("regions:\n  - {name: tokyo, nodes: [{device: T4, count: 1}]}\n")
+    words = ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2", "--rank", "0", "--region", "tokio"]
+    assert status_of(main, [*words, "--cluster", str(cluster)]) == 2
+    error = capsys.readouterr().err
+    assert "--region: found 'tokio', expected 'tokyo'" in error and "Mbit/s" not in error
+    assert status_of(main, [*words, "--timeout", "0.1", "--cluster", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml: found no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"[1]\n", b""])
+def test_another_program_at_the_address_of_rank_0_is_told(answer, capsys, status_of):
+    """It answers something else, or nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        words = ["--dist-url", f"tcp://127.0.0.1:{server.getsockname()[1]}", "--world-size", "2", "--rank", "1"]
+        rank = start([*words, "--timeout", "60" if answer else "0.2"])
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(answer)
+            _, error = rank.communicate(timeout=PATIENCE_S)
+    assert rank.returncode == 2 and "is the port another program's?" in error and error.count("\n") == 1
+
+
+def test_a_data_port_that_is_taken_is_told(capsys, status_of):
+    """One line, of the system's word."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        words = ["--dist-url", "tcp://127.0.0.1:1", "--world-size", "2", "--rank", "1", "--data-port", str(port)]
+        assert status_of(main, words) == 2
+    error = capsys.readouterr().err
+    assert f"--data-port: port {port} cannot be opened here (Address already in use), expected a free port" in error
+
+
+def test_a_time_too_short_to_count_is_made_longer():
+    """A rate of nothing would be a link that is not there."""
+    server = DataServer()
+    try:
+        assert measure_rate(("127.0.0.1", server.port), 1, rtt_s=1e-4, seconds=1e-3) > 0
+    finally:
+        server.close()
+
+
+def test_messages_that_a_slow_link_would_carry_for_minutes_are_left_out():
+    """1 Mbit/s brings 1 MB in 8 s; the smallest is measured on any link."""
+    assert message_sizes([65536, 10**6, 10**6 + 1, 8 << 20], 125e3) == [65536, 10**6]
+    assert message_sizes([65536], 1.0) == [65536]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            ["--rank", "1", "--world-size", "2", "--dist-url", "tcp://[fd00::1]:29400"],
+            "found the IPv6 address fd00::1, expected an IPv4 one",
+        ),
+        (["--rank", "1", "--world-size", "2", "--dist-url", "tcp://h:1", "--data-port", "70000"], "in 0..65535"),
         (["--rank", "0", "--world-size", "2"], "--dist-url: found nothing"),
         (["--rank", "2", "--world-size", "2", "--dist-url", "tcp://h:1"], "found 2 of 2"),
         (["--rank", "1", "--world-size", "2", "--dist-url", "h:1"], "expected tcp://HOST:PORT"),
@@ -143,3 +266,15 @@ def is_as_shaped(link):
         and rates["1"] < rates["8"] < 1.05 * 25e6
         and link["window_bytes"] < 1.2 * 2**19 * link["rtt_s"] / 0.060 / 0.82
     )
+
+
+def test_a_host_without_torch_can_be_probed():
+    """Plain sockets: as a program of its own, and as `polygon probe`."""
+    tried = (
+        "import sys; from polygon.__main__ import main; from polygon.commands import cli\n"
+        "cli.find_spec = lambda name: None\n"
+        "import runners.probe; assert 'torch' not in sys.modules; del sys.modules['runners.probe']\n"
+        "sys.argv = ['polygon']; main(['probe', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", tried], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--dist-url" in done.stdout, done.stderr

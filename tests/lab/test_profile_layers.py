@@ -101,6 +101,29 @@ def test_several_models_are_profiled_by_one_command(model_file, tmp_path):
         assert kind_profile(profile).hidden_size == 32
 
 
+def test_ctrl_c_keeps_what_was_measured(model_file, tmp_path, monkeypatch, capsys):
+    """The rows until then, which planners use beside the device model; nothing where there is nothing yet."""
+    measured = LayerBench.measure
+    calls = []
+
+    def measure(self, *words):
+        calls.append(self.kind)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measured(self, *words)
+
+    monkeypatch.setattr(LayerBench, "measure", measure)
+    out = tmp_path / "profile.json"
+    words = [model_file, "--precision", "fp32", "--seq-len", "16", "--micro-batch-sizes", "1", "--seconds", "0.001"]
+    assert main([*words, "-o", str(out)]) == 130
+    found = json.loads(out.read_text())
+    assert [row["kind"] for row in found["layers"]] == calls[:2] and not found["complete"]
+    assert kind_profile(found).points and "interrupted: the file holds" in capsys.readouterr().err
+    out.unlink()
+    calls[:] = ["", ""]
+    assert main([*words, "-o", str(out)]) == 130 and not out.exists()
+
+
 def test_the_catalogue_s_larger_models_can_be_cut():
     """What a GPU session profiles: every degree of the documented command divides these models."""
     for name in ("gpt3-1.3b", "gpt3-2.7b", "gpt3-6.7b", "gpt3-13b", "llama3-8b", "qwen2.5-3b"):

@@ -115,7 +115,7 @@ def test_wrong_options_are_one_line(options, message):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["bench-device", "launch", "dist-runner", "train", "probe", "profile-layers"])
+@pytest.mark.parametrize("command", ["bench-device", "launch", "dist-runner", "train", "profile-layers"])
 def test_without_torch_commands_of_the_runtime_say_what_to_install(command, monkeypatch, capsys):
     """One line, exit 2."""
     from polygon.__main__ import program
