@@ -58,7 +58,8 @@ def read_hosts(text: str, cluster: Cluster, plan: Plan) -> list[Host]:
     Raises
     ------
     InputError
-        For a name that is none (nothing that a shell would read otherwise), one that comes twice, or too few lines.
+        For a name that is none (nothing that a shell would read otherwise), a name or address that comes twice, or too
+        few lines.
     """
     lines = [line.split("#")[0].split() for line in text.splitlines()]
     rows = [(number, words) for number, words in enumerate(lines, start=1) if words]
@@ -81,6 +82,7 @@ def read_hosts(text: str, cluster: Cluster, plan: Plan) -> list[Host]:
         address = words[1] if len(words) == 2 else ""
         if address:
             check_address(address, line)
+            require(address not in {host.address for host in hosts}, line, address, "addresses that differ")
         hosts.append(Host(name=words[0], pool=pool_index, node=node, address=address))
     return hosts
 

@@ -125,7 +125,9 @@ async def _say_busy(request: Request, error: Exception) -> JSONResponse:
 async def _say_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteHTTPException)
     if error.status_code == 400:  # the framework's only one
-        return _refused(request, fault("body", Phrase("bytes that are not UTF-8"), "JSON").message)
+        deep = isinstance(error.__cause__, RecursionError)
+        found = Phrase("JSON nested too deeply" if deep else "bytes that are not UTF-8")
+        return _refused(request, fault("body", found, "JSON").message)
     own = {404: Message("missing.address"), 405: Message("refused.method")}
     said: Any = error.detail
     detail = said if isinstance(said, Message) else own.get(error.status_code, said)
@@ -138,12 +140,17 @@ async def _say_bad_request(request: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     where = [part for part in first["loc"] if part != "body"]
     field = getattr(request.scope.get("route"), "body_field", None)
-    schema = field.field_info.annotation if field is not None else None
+    schema: Any = field.field_info.annotation if field is not None else None
     if first["type"] == "json_invalid":
         why = Message("expected.json", why=first["ctx"]["error"])
         return _refused(request, fault("body", Phrase("no JSON"), why).message)
     if first["loc"][0] == "body" and where and isinstance(schema, type) and issubclass(schema, Strict):
         return _refused(request, fault_message(schema, first | {"loc": tuple(where)}))
+    if first["loc"] == ("body",):
+        if isinstance(first.get("input"), bytes):  # of another kind than JSON, which is not read
+            kind = request.headers.get("content-type")
+            return _refused(request, fault("Content-Type", kind, "'application/json'").message)
+        return _refused(request, fault_message(schema, first | {"loc": ()}))
     pattern = first.get("ctx", {}).get("pattern")
     expected = Message("expected.pattern", pattern=pattern) if pattern else str(first["msg"])
     found = Phrase(repr(first.get("input"))[:60])

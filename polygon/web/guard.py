@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -56,8 +57,12 @@ class Guard:
             return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
 
+        begun = False
+
         async def sealed(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 message["headers"] = [*message.get("headers", []), *SEALED]
             await send(message)
 
@@ -84,7 +89,12 @@ class Guard:
             part = next(queue, None)
             return await receive() if part is None else part
 
-        await self.app(scope, replay, sealed)
+        try:
+            await self.app(scope, replay, sealed)
+        except asyncio.CancelledError:  # the server ends and waits no longer
+            if begun:
+                raise
+            await _answer(sealed, headers, 503, Words("refused.ending"))
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, Words] | None:
         host = host_name(headers.get("host", ""))

@@ -379,6 +379,17 @@ def test_hostile_host_names_are_refused(name):
         read_hosts("\n".join([name, *lines]), problem.cluster, plan)
 
 
+@pytest.mark.parametrize(
+    ("second", "found"), [("a 10.0.0.2", "'a', expected names"), ("b 10.0.0.1", "'10.0.0.1', expected addresses")]
+)
+def test_a_host_is_given_once(second, found):
+    """Two nodes have neither one name nor one address: their ranks would meet on one machine."""
+    problem, plan = planned()
+    rest = [f"host-{i}" for i in range(len(default_hosts(problem.cluster)) - 2)]
+    with pytest.raises(InputError, match=f"hosts: line 2: found {found} that differ"):
+        read_hosts("\n".join(["a 10.0.0.1", second, *rest]), problem.cluster, plan)
+
+
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_hosts_of_the_nodes_that_a_plan_uses_are_enough(target):
     """A line a used node gives what a line a node of the whole cluster gives; another number is told what is wanted."""

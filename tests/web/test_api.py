@@ -27,6 +27,7 @@ from polygon.formats.schema import ClusterSpec, check
 from polygon.formats.serialization import format_json, parse_json, parse_yaml
 from polygon.web import ahead
 from polygon.web.app import Settings, create_app
+from polygon.web.guard import Guard
 from polygon.web.jobs import problem_of
 from polygon.web.plan_routes import AHEAD
 from polygon.web.pricing import Pricing
@@ -533,6 +534,46 @@ def test_sizes_are_limited(server):
                         connection.send(b"f4240\r\n" + b" " * 1_000_000 + b"\r\n")
             with connection.getresponse() as answer:
                 assert answer.status == 413
+
+
+def test_a_body_that_is_none_is_told_what_it_should_be(server):
+    """In words, as of every other value: another kind than JSON, none at all, a list, one that nests too deeply."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl sends unless it is told
+    deep = b'{"cluster": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    mapping = "expected a mapping with the keys cluster"
+    for data, headers, said in (
+        ({}, form, "Content-Type: found 'application/x-www-form-urlencoded', expected 'application/json'"),
+        (None, {}, f"found nothing, {mapping}"),
+        ([], {}, f"found an empty list, {mapping}"),
+        (deep, {}, "body: found JSON nested too deeply, expected JSON"),
+        (b'{"cluster": "' + b"a" * 9_000 + b"\xff", {}, "body: found bytes that are not UTF-8, expected JSON"),
+    ):
+        assert server.request("POST", "/api/v1/clusters", data, headers)[::2] == (422, {"detail": said})
+    assert server.request("POST", "/api/v1/plans", [])[2] == {"detail": "found an empty list, expected a mapping"}
+
+
+def test_what_the_end_of_the_server_cuts_short_is_told_so():
+    """503, as from what stands before a server that is gone, and not 500, the server's own fault."""
+    sent = []
+
+    async def endless(scope, receive, send):
+        await asyncio.sleep(PATIENCE_S)
+
+    async def receive():
+        return {"type": "http.request"}
+
+    async def send(message):
+        sent.append(message)
+
+    async def ended():
+        scope = {"type": "http", "path": "/", "headers": []}
+        task = asyncio.create_task(Guard(endless, {}, frozenset())(scope, receive, send))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(ended())
+    assert sent[0]["status"] == 503 and json.loads(sent[1]["body"]) == {"detail": "the server is ending"}
 
 
 def test_openapi_documents_every_path(server):

@@ -8,6 +8,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from polygon.domain.plan import LinkUse, Problem
 from polygon.formats import catalogue
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.files import read_cluster, write_plan
+from polygon.formats.serialization import format_json
 from polygon.planning.decode import Allocation, Decoder
 from tests.exported_plans import planned, wide
 from tests.free_ports import free_port
@@ -807,6 +809,33 @@ def test_a_search_can_be_left_and_found_again(page, tmp_path):
     second.stop()
 
 
+def test_a_server_that_was_away_is_waited_for(page, tmp_path):
+    """What is looked at meanwhile, a pane that was not loaded yet and the file too, is there once the server is back;
+    it is said while it is away, and no longer; what somebody asked it to do is said not to have been done."""
+    port = free_port()
+    first = Server(tmp_path, "--port", str(port))
+    page.goto(first.url)
+    page.locator("#calculate:enabled").wait_for()
+    first.stop()
+    page.locator("#tab-cluster").click()
+    expect(page.locator("#trouble")).to_have_text("The server cannot be reached; trying again.")
+    second = Server(tmp_path, "--port", str(port))
+    page.locator("#region").wait_for()  # asked for in vain, it would never come
+    expect(page.locator("#trouble")).to_have_count(0)
+    second.stop()
+    page.locator("#yaml").fill("regions: [{name: alone, nodes: [{device: t4, count: 2}]}]")
+    expect(page.locator("#trouble")).to_have_text("The server cannot be reached; trying again.")
+    expect(page.locator("#yaml-error")).to_have_count(0)
+    page.locator("#calculate").click()
+    expect(page.locator("#trouble span")).to_have_text("The server could not be reached; ask again once it is back.")
+    page.locator("#tab-front").click()
+    third = Server(tmp_path, "--port", str(port))
+    page.locator("#start-front").wait_for()
+    page.locator("#tab-cluster").click()
+    expect(page.locator("[data-path='cluster.regions[0].name']")).to_have_value("alone")
+    third.stop()
+
+
 def test_a_running_search_opens_in_another_browser(browser, fresh, server):
     """Its address shows what is asked there, how far it is and Stop, not what lies in that browser; what was changed
     there stays until somebody takes over the search's."""
@@ -1055,6 +1084,70 @@ def test_a_bound_that_is_not_known_yet_is_not_infinite(page, server, plan_id, wi
     bound.wait()
     bound.release()
     expect(gaps.nth(0)).to_contain_text("%")
+
+
+def test_limits_for_what_another_cluster_had_are_shown_until_they_are_taken_out(fresh, tmp_path):
+    """They are asked as all others are: what is not in the cluster stands beside what is, and says so."""
+    fresh.locator("#fold-goal").click()
+    fresh.locator("summary", has_text="Constraints").click()
+    chips = {
+        kind: fresh.locator(f"[data-path='constraints.{kind}']") for kind in ("forbidden_regions", "forbidden_devices")
+    }
+    region, device = [chip.locator("label").first.inner_text() for chip in chips.values()]
+    for chip in chips.values():
+        chip.locator("label").first.click()
+    fresh.locator(f"[data-path='constraints.egress_bytes_per_step.{region}']").fill("2")
+    (tmp_path / "one.yaml").write_text("regions: [{name: here, nodes: [{device: t4, count: 2}]}]")
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#upload-cluster").set_input_files(tmp_path / "one.yaml")
+    expect(chips["forbidden_regions"].locator("label")).to_have_text(["here", f"{region} (not in this cluster)"])
+    expect(chips["forbidden_devices"].locator("label")).to_have_text(["t4", f"{device} (not in this cluster)"])
+    for chip in chips.values():
+        chip.locator("label").last.click()
+    fresh.locator(f"[data-path='constraints.egress_bytes_per_step.{region}']").fill("")
+    expect(chips["forbidden_regions"].locator("label")).to_have_text(["here"])
+    expect(fresh.locator("#fold-goal small")).to_have_text("least step time · quick")
+
+
+@pytest.mark.parametrize("name", ["上海 一区", "us east [new]", "a.b > c"])
+def test_a_fault_of_a_region_is_marked_whatever_it_is_called(fresh, tmp_path, name):
+    """The field that a message names is marked and has the focus."""
+    (tmp_path / "one.json").write_text(
+        json.dumps({"regions": [{"name": name, "nodes": [{"device": "t4", "count": 2}]}]}), "utf-8"
+    )
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#upload-cluster").set_input_files(tmp_path / "one.json")
+    fresh.locator("#fold-goal").click()
+    fresh.locator("summary", has_text="Constraints").click()
+    cap = fresh.locator(f"[data-path='constraints.egress_bytes_per_step.{name}']")
+    cap.fill("-3")
+    fresh.locator("#calculate").click()
+    expect(cap).to_have_attribute("aria-invalid", "true")
+    expect(cap).to_be_focused()
+
+
+INSIDE = """() => [...document.querySelectorAll("td, th, p, li, .chips label, .pills button, h2")].filter((e) => {
+  const [own, around] = [e, e.parentElement].map((it) => it.getBoundingClientRect());
+  return e.checkVisibility() && !e.matches(".hidden") && e.clientWidth > 0
+    && (e.scrollWidth > e.clientWidth + 1 || (!e.matches("td, th") && own.right > around.right + 1));
+}).map((e) => `${e.tagName} ${e.innerText.slice(0, 30)}`)"""
+
+
+def test_long_names_stay_where_they_belong(page, server):
+    """Nothing of a name of 80 letters lies over what is beside it, in the fields and in a plan's tables."""
+    text = format_json(plan_data(*wide()))
+    names = json.loads(text)["problem"]["cluster"]["regions"]
+    for i, region in enumerate(names[:3]):
+        text = text.replace(json.dumps(region["name"]), json.dumps(f"{i}{'N' * 79}"))
+    status, _, row = server.request("POST", "/api/v1/plans", text.encode())
+    assert status == 201
+    for view in VIEWS:
+        visit(page, server, row["id"], view)
+        if not page.locator("[data-path='constraints.forbidden_regions']").count():
+            page.locator("#fold-goal").click()
+            page.locator("summary", has_text="Constraints").click()
+        page.locator("#view").locator("table, .runs, form, p, li").first.wait_for()
+        assert eventually(lambda: page.evaluate(INSIDE) == []), (view, page.evaluate(INSIDE))
 
 
 def test_undo_brings_a_fault_back(fresh):
@@ -1475,6 +1568,34 @@ def test_who_opens_a_plan_that_is_gone_stays_at_theirs(page, server, plan_id):
     page.wait_for_function("id => location.hash.includes(`plan=${id}`)", arg=mine)
     page.locator(".banner", has_text="Variant").wait_for()
     page.faults.clear()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("[1]", ""), ("null", ""), ('{"nosuch": 2}', ""), ('{"constructor": 2}', ""), ('{"links": 5}', ""),
+        ('{"bandwidth_factor": -2}', "bandwidth_factor: found -2, expected a number >= 0.01 and <= 100"),
+        ('{"links": [{"source": "x", "target": "y", "activations": "int4"}]}', "region: found 'x', expected one of"),
+    ],
+)  # fmt: skip
+def test_what_nobody_can_try_leaves_the_plan_as_it_is(page, server, plan_id, what, said):
+    """An address that was cut short or written by hand opens the plan; what the server refuses is said beside it."""
+    visit(page, server, plan_id, more=f"&what={quote(what)}")
+    page.locator("[data-card=step]").wait_for()
+    expect(page.locator("#what")).to_be_visible()
+    assert "what=" not in page.url and page.locator("#reset").count() == 0
+    expect(page.locator("#trouble")).to_have_count(1 if said else 0)
+    if said:
+        expect(page.locator("#trouble")).to_contain_text(said)
+    assert [fault for fault in page.faults if "422" not in fault] == []
+
+
+def test_of_plans_side_by_side_one_that_is_gone_leaves_the_others(page, server, plan_id, wide_plan):
+    """It is said to be gone, and is no longer in the address."""
+    visit(page, server, plan_id, "compare", f"&with=nosuch12345,{wide_plan}")
+    expect(page.locator("#trouble")).to_contain_text("Plan nosuch12345 is not here")
+    expect(page.locator(".stacks li")).to_have_count(2)
+    assert "nosuch" not in page.url
 
 
 def test_a_variant_is_deployed_as_it_is_priced(page, server, wide_plan):

@@ -3,6 +3,7 @@
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import type { EChartsType } from "echarts/core";
+import { part } from "./api";
 import { dark, ink, palette } from "./colors";
 
 // Reachable from tests, as what a canvas shows cannot be read otherwise.
@@ -24,25 +25,25 @@ export function Chart({ name, label, height, option, onClick }: Props): JSX.Elem
   const latest = useRef(option); // what it shows may change while the library is loaded
   latest.current = option;
   useEffect(() => {
-    let gone = false;
+    const gone = new AbortController();
     let chart: EChartsType | undefined;
     const watch = new ResizeObserver(() => chart?.resize());
     // Loading, beginning and drawing in tasks of their own, chart after chart: the first of a visit would keep the page
     // for 120 ms.
     const begin = async (): Promise<void> => {
-      const { init } = await import("./echarts");
+      const { init } = await part(() => import("./echarts"), gone.signal);
       await nextTask();
-      if (gone) return;
+      if (gone.signal.aborted) return;
       chart = init(place.current!, undefined, { renderer: "canvas" });
       await nextTask();
-      if (gone) return;
+      if (gone.signal.aborted) return;
       show(chart, latest.current);
       charts.set(name, chart);
       chart.on("click", (e) => click.current?.(e.dataIndex));
       watch.observe(place.current!);
     };
-    turn = turn.then(begin, begin);
-    return () => { gone = true; watch.disconnect(); chart?.dispose(); charts.delete(name); };
+    turn = turn.then(begin).catch(() => undefined); // what a chart shows stands below it, too
+    return () => { gone.abort(); watch.disconnect(); chart?.dispose(); charts.delete(name); };
   }, []);
   useEffect(() => { const chart = charts.get(name); if (chart) show(chart, option); }, [JSON.stringify(option), dark.value]);
   return <div ref={place} class="chart" role="img" aria-label={label} data-chart={name} style={{ height: `${height}px` }} />;

@@ -27,7 +27,7 @@ export function Communication(): JSX.Element {
           dimension("across", bytes(f.cross_region_bytes), bytes(g.cross_region_bytes), "")]} /></div><Heat v={v} /></div>
       </Section>
       <Section title={t("linkTable")}>{links.length === 0 ? <Empty>{t("noTraffic")}</Empty> : <Table label={t("linkTable")} head={[t("link"), t("distance"), t("latency"), t("rate"), t("activations"), t("gradients"), t("linkUse")]} numeric={[1, 2, 3, 4, 5, 6]}
-        rows={links.map((l: Data) => [<span class="whole">{l.source} → {l.target}</span>, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), sent(l.activation_bytes, packings(l)), sent(l.gradient_bytes, [l.weight_gradients]), percent(l.busy)])} />}
+        rows={links.map((l: Data) => [<span class="whole" title={`${l.source} → ${l.target}`}>{brief(l.source, 22)} → {brief(l.target, 22)}</span>, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), sent(l.activation_bytes, packings(l)), sent(l.gradient_bytes, [l.weight_gradients]), percent(l.busy)])} />}
         {v.packings_inside.map((what: string) => <p key={what}>{t("reasonInside", { what })}</p>)}</Section>
       <Section title={t("advice")}><div id="advice"><Answer of={advice}>{(data) => <Advice data={data} />}</Answer></div></Section>
       {links.length > 0 && <Section title={t("sensitivity")}><div id="sensitivities"><Answer of={better}>{(rows) => <Better rows={rows} />}</Answer></div></Section>}

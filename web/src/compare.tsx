@@ -1,21 +1,35 @@
 // Two to four plans side by side: what makes the difference, term by term, and what stands behind it.
 
+import { batch } from "@preact/signals";
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { get, post, type Data } from "./api";
 import { kindColors, palette } from "./colors";
 import { bytes, digits, energy, percent, seconds, signed, usd } from "./format";
 import { called, differences } from "./names";
-import { beside, go, jobs, openPlan, planId, planned, row } from "./state";
+import { beside, go, jobs, openPlan, planId, planned, row, trouble } from "./state";
 import { t, maybe } from "./strings";
 import { Legend, Rows, type Window } from "./timeline";
 import { Answer, Choice, Empty, Section, Skeleton, Table, useAnswer } from "./ui";
 
 const TERMS = ["compute", "pipeline", "transfer", "reduction", "update"];
 
+/** A plan that stands beside the open one; one that is gone is said to be, and the others stay. */
+async function side(id: string, stop: AbortSignal): Promise<Side | null> {
+  try {
+    return { id, row: await get(`/jobs/${id}`, stop), v: await post(`/plans/${id}/view`, {}, stop) };
+  } catch (error) {
+    if ((error as Data).status !== 404) throw error;
+    batch(() => {
+      beside.value = beside.value.filter((other) => other !== id);
+      trouble.value = t("planGone", { id });
+    });
+    return null;
+  }
+}
 export function Compare(): JSX.Element {
   const ids = beside.value.filter((id) => id !== planId.value);
-  const answer = useAnswer(async (stop) => Promise.all(ids.map(async (id) => ({ id, row: await get(`/jobs/${id}`, stop), v: await post(`/plans/${id}/view`, {}, stop) }))), ids.join());
+  const answer = useAnswer(async (stop) => (await Promise.all(ids.map((id) => side(id, stop)))).filter((it) => it !== null), ids.join());
   const others = (jobs.value ?? []).filter((j: Data) => j.has_plan && j.id !== planId.value && !ids.includes(j.id));
   return (
     <>

@@ -2,7 +2,7 @@
 
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { call, get, post, type Data } from "./api";
+import { call, get, patiently, post, type Data } from "./api";
 import { gbps, ms, percent, seconds, signed, usd } from "./format";
 import { changed, draft, isGuessedLink } from "./draft";
 import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WORTH } from "./summary";
@@ -152,7 +152,7 @@ function WhyNot(): JSX.Element {
       if (a && reads) setTimeout(() => document.querySelector<HTMLElement>("#why-not h3")?.focus());
       if (a) outcome.value = t("ideasFound", { n: a.different_plans.length + a.alternatives.length + felt(a).length });
     };
-    load().catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
+    patiently(load).catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
     return () => stop.abort();
   }, [id, state?.begun]);
   const start = (): Promise<void> => once(`explain ${id}`, () => attempt(async () => {

@@ -3,7 +3,7 @@
 import { batch } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { download, post, type Data } from "./api";
+import { download, patiently, post, type Data } from "./api";
 import { appendRegion, arrived, draft, dropNodes, dropRegion, edit, isGuessed, isMeasured, MATRICES, onceHere, regionId, rename, renameDevice, request, takeMeasured, told } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
@@ -55,7 +55,7 @@ export function Editor(): JSX.Element {
     const stop = new AbortController(), seen = selected.peek();
     const timer = setTimeout(() => {
       if (!cluster.regions.length) return set(NONE);
-      post("/clusters", { cluster: told() }, stop.signal)
+      patiently(() => post("/clusters", { cluster: told() }, stop.signal))
         .then((data) => {
           set({ ...data, error: "" });
           remember(text, data);
@@ -333,7 +333,7 @@ function Devices(): JSX.Element {
     <Section title={t("ownDevices")} note={t("ownDevicesNote")} tools={<button type="button" class="small" onClick={add}>{t("addDevice")}</button>}>
       {devices.map(([name, d], i) => (
         <details class="more" key={i} open={name === fresh}><summary>{name}{isMeasured(`device.${name}`) && <Mark given name={`device.${name}`} />}</summary><div class="grid3">
-          <label class="field"><span>{t("name")}</span><span class="input"><input value={name} data-path={`cluster.devices.${name}`} autocomplete="off" spellcheck={false} onChange={(e) => call(name, e.currentTarget)} /></span></label>
+          <label class="field"><span>{t("name")}</span><span class="input"><input value={name} data-path={`cluster.devices.${name}`} autocomplete="off" spellcheck={false} onInput={(e) => call(name, e.currentTarget)} /></span></label>
           <Choice label={t("architecture")} path={`cluster.devices.${name}.architecture`} value={d.architecture ?? ""} options={[["", t("architectureOther")], ...[...new Set<string>([...(catalogue.value?.architectures ?? []), d.architecture].filter(Boolean))].map((a): [string, string] => [a, a])]} set={(v) => onCluster((it) => { if (v) it.devices[name].architecture = v; else delete it.devices[name].architecture; })} />
           <Field label={t("memory")} path={`cluster.devices.${name}.memory_gib`} value={d.memory_gib ?? d.memory_gb} unit={d.memory_gib !== undefined ? "GiB" : "GB"} set={(v) => put(name, d.memory_gib !== undefined ? "memory_gib" : "memory_gb", v)} />
           <Field label={t("memoryRate")} path={`cluster.devices.${name}.memory_bandwidth_gb_per_s`} value={d.memory_bandwidth_gb_per_s} unit="GB/s" set={(v) => put(name, "memory_bandwidth_gb_per_s", v)} />

@@ -22,8 +22,9 @@ export function fold(id: string, open: boolean): void {
 const FOLD_OF: Record<string, string> = { batch: "model", model: "model", runtime: "model", constraints: "goal", seed: "goal", objective: "goal", effort: "goal" };
 let marked: HTMLElement[] = [];
 
-/** The path of a message as `batch.global_batch: found ...`; empty where it names no field. */
-export const pathOf = (message: string): string => /^([\w.*-]+(?:\[\d+\][\w.*-]*)*)(?:: |：)/.exec(message)?.[1] ?? "";
+/** The path of a message as `batch.global_batch: found ...`, in which regions and devices may have any name; empty where
+    it names no field. */
+export const pathOf = (message: string): string => /^([\w*-]+(?:(?:\.(?! )|\[).*?)?)(?:: |：)/.exec(message)?.[1] ?? "";
 
 /** The value at such a path, as text; of one that is not there all of it. */
 export function valueAt(whole: object, path: string): string {
@@ -49,7 +50,7 @@ export function mark(message: string, said: string, focus: boolean): void {
   const part = FOLD_OF[path.split(/[.[]/)[0]];
   if (part) fold(part, true);
   setTimeout(() => {
-    for (let at = path; at; at = at.replace(/(\.[^.[\]]+|\[\d+\]|^[^.[\]]+)$/, "")) {
+    for (let at = path; at; at = at.replace(/(\.[^.[\]]+|\[\d+\]|^[^.[\]]+|.)$/s, "")) {
       const field = document.querySelector<HTMLElement>(`[data-path="${CSS.escape(at)}"]`);
       if (!field) continue;
       field.setAttribute("aria-invalid", "true");

@@ -1,6 +1,6 @@
 // The cluster's file as somebody types it: read by the server, it becomes the draft's cluster.
 
-import { post } from "./api";
+import { back, post, Unreachable } from "./api";
 import { clusterByHand, draft, edit, late, unread } from "./draft";
 
 const RESTED_MS = 350;
@@ -11,9 +11,15 @@ export function typed(text: string): void {
   forget(); // an answer about what stood there before says nothing of this
   clusterByHand();
   unread.value = { text, fault: unread.value?.fault ?? "" };
-  timer = window.setTimeout(() => void readFile(), RESTED_MS);
+  timer = window.setTimeout(readSoon, RESTED_MS);
 }
-/** Have what was typed read now; whether nothing is left that is not in the draft. */
+/** Have what was typed read, once the server can be reached. */
+export function readSoon(): void {
+  void readFile().catch(() => back().then(readSoon));
+}
+/** Have what was typed read now; whether nothing is left that is not in the draft.
+
+    @throws Unreachable where nobody can read it. */
 export async function readFile(): Promise<boolean> {
   forget();
   const now = unread.value;
@@ -25,6 +31,7 @@ export async function readFile(): Promise<boolean> {
     late(() => edit((d) => { d.cluster = cluster; }, "file"));
     unread.value = null;
   } catch (error) {
+    if (error instanceof Unreachable) throw error;
     if (!gone.aborted && unread.value === now) unread.value = { text: now.text, fault: (error as Error).message };
   }
   return unread.value === null;

@@ -2,7 +2,7 @@
 
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { get, post, type Data } from "./api";
+import { get, patiently, post, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { draft } from "./draft";
@@ -43,7 +43,7 @@ export function Front(): JSX.Element {
       if (ended.points?.length) outcome.value = t("frontFound", { n: ended.points.length });
       await loadJobs();
     };
-    load().catch((e: Error) => { if (!stop.signal.aborted) { setError(e.message); sessionStorage.removeItem(KEY); } });
+    patiently(load).catch((e: Error) => { if (!stop.signal.aborted) { setError(e.message); sessionStorage.removeItem(KEY); } });
     return () => stop.abort();
   }, [job]);
   const start = (): Promise<void> => once("front", () => attempt(async () => {

@@ -40,13 +40,13 @@ export function Goal(): JSX.Element {
         {list("last_stage_regions", t("lastStage"), regions)}
         <Rules regions={regions} />
         <h3>{t("egressCap")}</h3>
-        <div class="two">{["*", ...regions].map((name) => <Egress key={name} name={name} />)}</div>
+        <div class="two">{[...new Set(["*", ...regions, ...Object.keys(c.egress_bytes_per_step ?? {})])].map((name) => <Egress key={name} name={name} isThere={regions.includes(name)} />)}</div>
       </details>
     </>}</Fold>
   );
 }
 
-function Egress({ name }: { name: string }): JSX.Element {
+function Egress({ name, isThere }: { name: string; isThere: boolean }): JSX.Element {
   const caps = draft.value.constraints.egress_bytes_per_step ?? {};
   const set = (text: string): void => edit((it) => {
     const next = { ...(it.constraints.egress_bytes_per_step ?? {}) };
@@ -57,7 +57,7 @@ function Egress({ name }: { name: string }): JSX.Element {
     else delete it.constraints.egress_bytes_per_step;
   }, `egress.${name}`);
   const now = caps[name];
-  return <Field label={name === "*" ? t("everyRegion") : name} path={`constraints.egress_bytes_per_step.${name}`} unit="GB" value={typeof now === "number" ? now / 1e9 : now ?? ""} placeholder={t("noLimit")} set={set} />;
+  return <Field label={name === "*" ? t("everyRegion") : isThere ? name : `${name} ${t("notThere")}`} path={`constraints.egress_bytes_per_step.${name}`} unit="GB" value={typeof now === "number" ? now / 1e9 : now ?? ""} placeholder={t("noLimit")} set={set} />;
 }
 
 function Rules({ regions }: { regions: string[] }): JSX.Element {

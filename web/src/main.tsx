@@ -2,9 +2,8 @@
 
 import "./style.css";
 import { render, type JSX } from "preact";
-import { lazy, Suspense } from "preact/compat";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { onToken } from "./api";
+import { isAway, onToken, part } from "./api";
 import { toggleTheme } from "./colors";
 import { asking, keys, Palette } from "./commands";
 import { canRedo, canUndo, redo, undo } from "./draft";
@@ -16,22 +15,32 @@ import { Rail } from "./rail";
 import { arriving, attempt, begin, catalogue, copyLink, jobs, loading, notice, open, planId, progress, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { Banner, Figures, Sentence, Spoken } from "./summary";
-import { Empty, Key as Shortcut, Skeleton, walks } from "./ui";
+import { Empty, Key as Shortcut, Skeleton, useAnswer, walks } from "./ui";
 
-// Panes that are not looked at first come when they are.
-const PANES: Record<Exclude<View, "overview">, () => JSX.Element> = {
-  cluster: lazy(() => import("./editor").then((m) => m.Editor)),
-  strategy: lazy(() => import("./strategy").then((m) => m.Strategy)),
-  communication: lazy(() => import("./communication").then((m) => m.Communication)),
-  compare: lazy(() => import("./compare").then((m) => m.Compare)),
-  front: lazy(() => import("./front").then((m) => m.Front)),
-  deploy: lazy(() => import("./deploy").then((m) => m.Deploy)),
-  runs: lazy(() => import("./runs").then((m) => m.RunsPane)),
+// Panes that are not looked at first come when they are, and stay.
+type Late = Exclude<View, "overview">;
+type Drawn = () => JSX.Element;
+const PANES: Record<Late, () => Promise<Drawn>> = {
+  cluster: () => import("./editor").then((m) => m.Editor),
+  strategy: () => import("./strategy").then((m) => m.Strategy),
+  communication: () => import("./communication").then((m) => m.Communication),
+  compare: () => import("./compare").then((m) => m.Compare),
+  front: () => import("./front").then((m) => m.Front),
+  deploy: () => import("./deploy").then((m) => m.Deploy),
+  runs: () => import("./runs").then((m) => m.RunsPane),
 };
+const here = new Map<Late, Drawn>();
+function LatePane({ name }: { name: Late }): JSX.Element {
+  const answer = useAnswer(async (gone) => void here.set(name, await part(PANES[name], gone)), name);
+  const Chosen = here.get(name);
+  if (Chosen) return <Chosen />;
+  return answer.error ? <p class="error" role="alert">{answer.error}</p> : <Skeleton lines={8} />;
+}
 const WITHOUT_PLAN: View[] = ["overview", "cluster", "front", "runs"];
 
 function App(): JSX.Element {
   useEffect(() => { addEventListener("keydown", keys); return () => removeEventListener("keydown", keys); }, []);
+  const wrong = trouble.value || (isAway.value ? t("unreachable") : "");
   return (
     <div class={tab.value && shown.value && view.value !== "cluster" ? "app with-drawer" : "app"} key={language.value}>
       <a class="skip" href="#main" onClick={(e) => { e.preventDefault(); document.getElementById("main")?.focus(); }}>{t("skip")}</a>
@@ -40,8 +49,8 @@ function App(): JSX.Element {
       <main id="main" tabIndex={-1}>
         {view.value === "cluster" ? <h1 class="hidden">{t("editCluster")}</h1> : <div class="head"><Sentence /><Banner /><Figures /></div>}
         <Views />
-        {trouble.value && <Trouble key={trouble.value} />}
-        <div id="view" role="tabpanel" tabIndex={-1} aria-labelledby={`tab-${view.value}`}><Suspense fallback={<Skeleton lines={8} />}><Pane key={`${view.value} ${planId.value}`} /></Suspense></div>
+        {wrong && <Trouble key={wrong} text={wrong} />}
+        <div id="view" role="tabpanel" tabIndex={-1} aria-labelledby={`tab-${view.value}`}><Pane key={`${view.value} ${planId.value}`} /></div>
       </main>
       <Drawer />
       <Palette />
@@ -51,18 +60,17 @@ function App(): JSX.Element {
   );
 }
 // What is wrong, where it is seen: whoever has scrolled down, or has the open rail above it, is led to it.
-function Trouble(): JSX.Element {
+function Trouble({ text }: { text: string }): JSX.Element {
   const place = useRef<HTMLParagraphElement>(null);
   useEffect(() => place.current!.scrollIntoView({ block: "nearest" }), []);
-  return <p class="trouble" role="alert" id="trouble" ref={place}><span>{trouble.value}</span><button type="button" class="small" aria-label={t("close")} onClick={() => (trouble.value = "")}>×</button></p>;
+  return <p class="trouble" role="alert" id="trouble" ref={place}><span>{text}</span>{trouble.value && <button type="button" class="small" aria-label={t("close")} onClick={() => (trouble.value = "")}>×</button>}</p>;
 }
 function Pane(): JSX.Element {
   if (!catalogue.value || (view.value === "cluster" && arriving.value)) return <Skeleton lines={8} />;
   if (view.value === "overview") return <Overview />;
   // What was open before is not shown, or asked about, as the plan that is being opened.
   if ((!shown.value || loading.value) && !WITHOUT_PLAN.includes(view.value)) return planId.value ? <Skeleton lines={8} /> : <Empty>{t("needPlan")}</Empty>;
-  const Chosen = PANES[view.value];
-  return <Chosen />;
+  return <LatePane name={view.value} />;
 }
 
 function Views(): JSX.Element {

@@ -9,6 +9,14 @@ const CHANGE_NAMES: Record<string, Key> = {
   local_steps: "localSteps", algorithm: "algorithm", chunk_mb: "chunk", streams: "streams", overlap: "overlap",
   bandwidth_factor: "bwFactor", latency_factor: "latFactor", price_factor: "priceFactor", device_factors: "deviceSpeed",
 };
+const isPlain = (it: unknown): boolean => (it as object | null)?.constructor === Object;
+/** Whether it is of the form of what can differ: a value a name, but links and types of devices. */
+export function isChanges(it: unknown): it is Record<string, unknown> {
+  return isPlain(it) && Object.entries(it as object).every(([name, value]) =>
+    name === "links" ? Array.isArray(value) && value.every(isPlain)
+    : name === "device_factors" ? isPlain(value)
+    : Object.hasOwn(CHANGE_NAMES, name) && ["string", "number"].includes(typeof value));
+}
 /** What differs, in words. */
 export function differences(said: Record<string, unknown>): string {
   const words = Object.entries(said).map(([name, value]) => {

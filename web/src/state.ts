@@ -1,14 +1,14 @@
 // What the page knows: where it is, the plan that is open, what is tried on it, and the search that runs.
 
 import { batch, computed, effect, signal, untracked } from "@preact/signals";
-import { call, copy, download, events, get, post, type Data } from "./api";
+import { call, copy, download, events, get, isAway, patiently, post, type Data } from "./api";
 import { arrived, awaits, changed, draft, isNew, isOfSearch, onceHere, request, start, take, takeAsked } from "./draft";
 import { FileFault, mark, pathOf, unmark, valueAt } from "./faults";
 import { readFile } from "./file";
 import { focusSoon } from "./focus";
 import { roundSeconds } from "./format";
 import { keptSignal } from "./kept";
-import { called } from "./names";
+import { called, isChanges } from "./names";
 import { language, t } from "./strings";
 
 export const VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy", "runs"] as const;
@@ -72,6 +72,15 @@ function address(): string {
   if (beside.value.length) parts.set("with", beside.value.join(","));
   return `#${parts}`;
 }
+/** What an address says is tried: nothing where nobody could try it, as in one that was cut short; the rest the server judges. */
+function changesOf(text: string | null): Record<string, unknown> {
+  try {
+    const found = JSON.parse(text ?? "{}");
+    return isChanges(found) ? found : {};
+  } catch {
+    return {};
+  }
+}
 function read(): void {
   const parts = new URLSearchParams(location.hash.slice(1));
   const wanted = parts.get("view") as View;
@@ -81,11 +90,7 @@ function read(): void {
     beside.value = (parts.get("with") ?? "").split(",").filter(Boolean);
     jobId.value = parts.get("job") ?? "";
     runName.value = parts.get("run") ?? "";
-    try {
-      changes.value = JSON.parse(parts.get("what") ?? "{}");
-    } catch {
-      changes.value = {};
-    }
+    changes.value = changesOf(parts.get("what"));
     planId.value = parts.get("plan") ?? "";
   });
 }
@@ -124,7 +129,8 @@ export const say = (error: unknown): void => {
     trouble.value = message;
     if (path.startsWith("cluster")) open("cluster");
   });
-  fault = path ? { message, path, value: valueAt(draft.peek(), path), isSaid: true } : null;
+  const isAsked = Object.hasOwn(draft.peek(), path.split(/[.[]/)[0]); // and not, say, in what is tried
+  fault = isAsked ? { message, path, value: valueAt(draft.peek(), path), isSaid: true } : null;
   if (here) mark(message, "trouble", true);
 };
 export async function attempt(work: () => Promise<void>): Promise<void> {
@@ -169,8 +175,8 @@ async function load(id: string): Promise<void> {
     return;
   }
   loading.value = true;
-  const first = Promise.all([get(`/jobs/${id}`, gone), post(`/plans/${id}/view?bound=false`, {}, gone)]);
-  const limiting = loadLimits(id, gone, first);
+  const first = patiently(() => Promise.all([get(`/jobs/${id}`, gone), post(`/plans/${id}/view?bound=false`, {}, gone)]));
+  const limiting = patiently(() => loadLimits(id, gone, first));
   limiting.catch(() => {}); // said once there is a plan
   try {
     const [found, seen] = await first;
@@ -228,7 +234,7 @@ export async function takeAskedOf(id: string): Promise<boolean> {
 /** Take it over where somebody comes to a plan or a search, unless something is asked here meanwhile. */
 async function followAskedOf(id: string, gone: AbortSignal): Promise<void> {
   const before = draft.peek();
-  const wanted = await askedOf(id, gone);
+  const wanted = await patiently(() => askedOf(id, gone));
   batch(() => {
     if (draft.peek() === before && !awaits()) take(wanted, id);
     arriving.value = false;
@@ -245,14 +251,16 @@ async function reprice(): Promise<void> {
   const { signal: gone } = (pricing = new AbortController());
   const path = `/plans/${planId.value}/view`;
   try {
-    const data = await post(`${path}?bound=false`, changes.value, gone);
+    const data = await patiently(() => post(`${path}?bound=false`, changes.value, gone));
     if (gone.aborted || !data) return;
     batch(() => { shown.value = data; trouble.value = ""; });
     await new Promise((resolve) => setTimeout(resolve, RESTED_MS));
-    const whole = gone.aborted ? null : await post(path, changes.value, gone);
+    const whole = gone.aborted ? null : await patiently(() => post(path, changes.value, gone));
     if (!gone.aborted && whole) shown.value = whole;
   } catch (error) {
-    if (!gone.aborted) say(error);
+    if (gone.aborted) return;
+    if (!shown.peek()) changes.value = {}; // as an address said it: the plan itself is shown
+    say(error);
   }
 }
 let moving = 0;
@@ -311,7 +319,7 @@ export async function loadJobs(): Promise<void> {
   if (ask !== asks) return; // asked again meanwhile: an older list would bring back what was deleted
   jobs.value = found;
   // What runs, here or in another window, says in the list how far it is.
-  if (jobs.value!.some(running)) again = window.setTimeout(() => void loadJobs().catch(() => undefined), AGAIN_MS);
+  if (jobs.value!.some(running)) again = window.setTimeout(() => void patiently(loadJobs).catch(() => undefined), AGAIN_MS);
 }
 /** What a search is asked, with what was just chosen or typed into the file beside the fields.
 
@@ -365,7 +373,7 @@ export function timeLeft(): (part: number) => number | null {
 }
 /** What a running job says, and how long it still takes. */
 export const workNote = (it: Data): string =>
-  `${it.note || t(it.state === "queued" ? "state_queued" : "working")}${it.left_s > 1 ? ` · ${t("left", { time: roundSeconds(Math.round(it.left_s)) })}` : ""}`;
+  `${it.note || t(it.state === "queued" ? "state_queued" : "working")}${it.left_s > 1 && !isAway.value ? ` · ${t("left", { time: roundSeconds(Math.round(it.left_s)) })}` : ""}`;
 async function followSearch(id: string): Promise<void> {
   following.abort();
   const { signal: gone } = (following = new AbortController());
@@ -407,8 +415,8 @@ export async function begin(): Promise<void> {
     const now = address();
     if (!going && now !== location.hash) history.replaceState(null, "", now);
   });
-  known = get("/catalogue");
-  const first = isNew && !planId.value && !jobId.value ? get(`/instances/${FIRST}`).catch(() => null) : null;
+  known = patiently(() => get("/catalogue"));
+  const first = isNew && !planId.value && !jobId.value ? patiently(() => get(`/instances/${FIRST}`)).catch(() => null) : null;
   effect(() => {
     const id = planId.value;
     if (id !== loaded) void load(id);
@@ -429,7 +437,7 @@ export async function begin(): Promise<void> {
   });
   effect(() => {
     void language.value;
-    untracked(() => void loadJobs().catch(say));
+    untracked(() => void patiently(loadJobs).catch(say));
   });
 }
 

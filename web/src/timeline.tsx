@@ -3,7 +3,7 @@
 import { useComputed, useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { download, get, post, type Data } from "./api";
+import { download, get, patiently, post, type Data } from "./api";
 import { dark, ink, kindColors, regionColor } from "./colors";
 import { percent, roundSeconds, seconds } from "./format";
 import { attempt, changes, lit, openRun, planId, pointed, shown } from "./state";
@@ -32,7 +32,7 @@ export function Timeline(): JSX.Element {
       if (window_) { parts.set("from_s", String(window_.from)); parts.set("to_s", String(window_.to)); }
       for (const stage of opened) parts.append("open", String(stage));
       if (sends) parts.set("messages", "true");
-      post(`/plans/${planId.value}/timeline?${parts}`, changes.value, stop.signal)
+      patiently(() => post(`/plans/${planId.value}/timeline?${parts}`, changes.value, stop.signal))
         .then((found) => { if (!stop.signal.aborted) { setData(found); setError(""); } })
         .catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
     }, data ? 90 : 0);

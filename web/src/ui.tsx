@@ -2,6 +2,7 @@
 
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
+import { patiently } from "./api";
 import { fold, folds } from "./faults";
 import { t } from "./strings";
 
@@ -65,7 +66,7 @@ export function useAnswer<T>(ask: (stop: AbortSignal) => Promise<T>, key: unknow
   useEffect(() => {
     const stop = new AbortController();
     set((old) => ({ data: old.data, error: "" }));
-    ask(stop.signal)
+    patiently(() => ask(stop.signal))
       .then((data) => { if (!stop.signal.aborted) set({ data, error: "" }); })
       .catch((error: Error) => { if (!stop.signal.aborted) set({ data: null, error: error.message }); });
     return () => stop.abort();
@@ -105,10 +106,12 @@ export const Choice = ({ label, path, value, options, set, hidden, acts }: { lab
   </label>
 );
 export function Chips({ label, path, options, chosen, set }: { label: string; path: string; options: string[]; chosen: string[]; set: (chosen: string[]) => void }): JSX.Element {
-  const change = (option: string, on: boolean): void => set(options.filter((o) => (o === option ? on : chosen.includes(o))));
+  // What was chosen of another cluster is still asked: it stands here until somebody takes it out.
+  const all = [...options, ...chosen.filter((o) => !options.includes(o))];
+  const change = (option: string, on: boolean): void => set(all.filter((o) => (o === option ? on : chosen.includes(o))));
   return (
-    <fieldset class="chips" data-path={path} tabIndex={-1}><legend>{label}</legend><div>{options.map((option) => (
-      <label key={option}><input type="checkbox" checked={chosen.includes(option)} onChange={(e) => change(option, e.currentTarget.checked)} /><span>{option}</span></label>
+    <fieldset class="chips" data-path={path} tabIndex={-1}><legend>{label}</legend><div>{all.map((option) => (
+      <label key={option}><input type="checkbox" checked={chosen.includes(option)} onChange={(e) => change(option, e.currentTarget.checked)} /><span>{option}{!options.includes(option) && <i class="soft"> {t("notThere")}</i>}</span></label>
     ))}</div></fieldset>
   );
 }

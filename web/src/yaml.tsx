@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { copy } from "./api";
 import { unread } from "./draft";
-import { discard, readFile, typed } from "./file";
+import { discard, readSoon, typed } from "./file";
 import { focusSoon } from "./focus";
 import { t } from "./strings";
 
@@ -13,7 +13,7 @@ export function Yaml({ yaml }: { yaml: string }): JSX.Element {
   const [copied, setCopied] = useState(false);
   const typing = useRef(false);
   const { fault = "" } = unread.value ?? {};
-  useEffect(() => { if (unread.value && !unread.value.fault) void readFile(); }, []); // typed just before a reload
+  useEffect(() => { if (unread.value && !unread.value.fault) readSoon(); }, []); // typed just before a reload
   // The fields have changed: the file follows, unless somebody is writing in it or what is written is not read.
   useEffect(() => { if (!typing.current && !unread.value) setText(yaml); }, [yaml, unread.value]);
   const back = (): void => { discard(); setText(yaml); focusSoon("yaml"); };
