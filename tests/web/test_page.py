@@ -532,6 +532,20 @@ def test_the_file_beside_the_fields_works_both_ways(fresh, server):
     expect(fresh.locator("#cluster-error")).to_contain_text("count: found 0")
 
 
+def test_what_network_cards_do_is_asked_of_own_links(fresh):
+    """Beside a link's own numbers, where the file has it too; a new rate leaves it as it is."""
+    fresh.locator("#tab-cluster").click()
+    inside = "cluster.regions[0].intra_region"
+    cards = fresh.locator(f"[data-path='{inside}.rdma']")
+    fill(fresh, f"{inside}.latency_ms", "0.03")
+    cards.select_option(label="RDMA (InfiniBand, RoCE, EFA)")
+    fill(fresh, f"{inside}.bandwidth_gbps", "400")
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("rdma: true"))
+    cards.select_option(index=0)
+    expect(fresh.locator("#yaml")).not_to_have_value(re.compile("rdma"))
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("bandwidth_gbps: 400"))
+
+
 def test_what_is_typed_into_the_file_is_asked_or_said_to_be_wrong(fresh):
     """Half-typed it is kept over a look at another pane and a reload, and no search goes without it; a search at once
     after the last letter has it."""

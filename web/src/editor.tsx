@@ -198,7 +198,7 @@ function RegionForm({ r, full }: { r: number; full?: Data }): JSX.Element {
         <Field label={t("egressPrice")} path={`${at}.egress_usd_per_gb`} value={region.egress_usd_per_gb} unit="$/GB" placeholder="0" mark={<Mark given={region.egress_usd_per_gb !== undefined} />} set={(v) => set("egress_usd_per_gb", v)} />
         <Field label={t("egressRate")} path={`${at}.egress_gbps`} value={region.egress_gbps} unit="Gbit/s" placeholder={t("noLimit")} mark={<Mark given={region.egress_gbps !== undefined} />} set={(v) => set("egress_gbps", v)} />
       </div>
-      <LinkFields title={t("insideRegion")} path={`${at}.intra_region`} name={`${regionId(r)}.intra_region`} link={region.intra_region} full={full?.intra_region} set={(v) => onCluster((c) => { if (v) c.regions[r].intra_region = v; else delete c.regions[r].intra_region; }, `${at}.intra_region`)} />
+      <LinkFields network title={t("insideRegion")} path={`${at}.intra_region`} name={`${regionId(r)}.intra_region`} link={region.intra_region} full={full?.intra_region} set={(v) => onCluster((c) => { if (v) c.regions[r].intra_region = v; else delete c.regions[r].intra_region; }, `${at}.intra_region`)} />
       <h3>{t("devices")}</h3>
       {region.nodes.map((_: Data, i: number) => <Nodes key={i} r={r} i={i} full={full?.nodes[i]} />)}
       <button type="button" class="small" onClick={() => onCluster((c) => { c.regions[r].nodes.push({ device: "t4", count: 1, devices_per_node: 4 }); })}>{t("addNodes")}</button>
@@ -207,13 +207,13 @@ function RegionForm({ r, full }: { r: number; full?: Data }): JSX.Element {
 }
 
 // A link: the name of a usual one, or latency and bandwidth; nothing given shows what is assumed.
-function LinkFields({ title, path, name, link, full, set }: { title: string; path: string; name: string; link: Data; full?: Data; set: (link: Data) => void }): JSX.Element {
+function LinkFields({ title, path, name, link, full, network, set }: { title: string; path: string; name: string; link: Data; full?: Data; network?: boolean; set: (link: Data) => void }): JSX.Element {
   const named = typeof link === "string" ? link : link?.link ?? "";
   const value = typeof link === "object" && !named ? link : {};
   const latency = value.latency_ms ?? (typeof value.latency_us === "number" ? value.latency_us / 1e3 : value.latency_us);
   const change = (key: string, text: string): void => {
     const rest = full ?? catalogue.value.default_link;
-    const next: Data = { latency_ms: latency ?? rest.latency_ms, bandwidth_gbps: value.bandwidth_gbps ?? rest.bandwidth_gbps, [key]: number(text) };
+    const next: Data = { latency_ms: latency ?? rest.latency_ms, bandwidth_gbps: value.bandwidth_gbps ?? rest.bandwidth_gbps, ...("rdma" in value ? { rdma: value.rdma } : {}), [key]: number(text) };
     set(text.trim() === "" ? undefined : next);
   };
   return (
@@ -221,6 +221,7 @@ function LinkFields({ title, path, name, link, full, set }: { title: string; pat
       <Choice label={t("usualLink")} path={path} value={named} options={[["", link === undefined ? t("chooseLink") : t("ownNumbers")], ...(catalogue.value?.links ?? []).map((n: string): [string, string] => [n, n])]} set={(v) => set(v || undefined)} />
       <Field label={t("latencyOneWay")} path={`${path}.latency_ms`} value={latency} unit="ms" placeholder={full ? digits(full.latency_ms) : ""} set={(v) => change("latency_ms", v)} />
       <Field label={t("rate")} path={`${path}.bandwidth_gbps`} value={value.bandwidth_gbps} unit="Gbit/s" placeholder={full ? digits(full.bandwidth_gbps) : ""} set={(v) => change("bandwidth_gbps", v)} />
+      {network && link !== undefined && !named && <Choice label={t("rdma")} path={`${path}.rdma`} value={String(value.rdma ?? "")} options={[["", t("rdmaByLatency")], ["true", t("rdmaYes")], ["false", t("rdmaNo")]]} set={(v) => { const { rdma: _, ...rest } = value; set(v ? { ...rest, rdma: v === "true" } : rest); }} />}
     </fieldset>
   );
 }
@@ -246,7 +247,7 @@ function Nodes({ r, i, full }: { r: number; i: number; full?: Data }): JSX.Eleme
       </div>
       <details class="more"><summary>{t("nodeLinks")} <small class="soft">{links.join(" · ")}</small></summary>
         <LinkFields title={t("insideNode")} path={`${at}.intra_node`} name={`${regionId(r)}.nodes[${i}].intra_node`} link={node.intra_node} full={full?.intra_node} set={(v) => set("intra_node", v)} />
-        <LinkFields title={t("betweenNodes")} path={`${at}.inter_node`} name={`${regionId(r)}.nodes[${i}].inter_node`} link={node.inter_node} full={full?.inter_node} set={(v) => set("inter_node", v)} />
+        <LinkFields network title={t("betweenNodes")} path={`${at}.inter_node`} name={`${regionId(r)}.nodes[${i}].inter_node`} link={node.inter_node} full={full?.inter_node} set={(v) => set("inter_node", v)} />
         {region.nodes.length > 1 && <button type="button" class="small danger" onClick={() => edit((d) => dropNodes(d, r, i))}>{t("remove")}</button>}
       </details>
     </div>
