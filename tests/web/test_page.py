@@ -2277,8 +2277,9 @@ PROPER = frozenset({
     "Slurm", "Kubernetes", "GPipe", "kWh", "mWh", "MWh", "GiB", "MiB", "Gbit", "Mbit", "Tbit", "USD",
     "PCIe", "TAH", "Quant", "arXiv", "INTELLECT", "DiLoCo", "Hadamard",
     "CPU", "start", "IPv", "all", "top", "train", "full", "selective", "Hugging", "Face",
+    "RDMA", "InfiniBand", "RoCE", "EFA", "TCP",
 })  # fmt: skip
-"""Words that Chinese texts keep: names of programs, formats, papers, options and units."""
+"""Words that Chinese texts keep: names of programs, formats, networks, papers, options and units."""
 
 
 def test_the_chinese_page_has_no_english_sentence(chinese_page, server, wide_plan):
