@@ -1,15 +1,15 @@
 """Parameter servers: gradients go to the owner of a part of the weights, which updates it and hands the weights out.
 
-*Sharded*: the leaders of every lane own equal parts of it (within one region all members do, of all). *Central*: the
-first member owns all. Either way the optimizer state of a part exists once, and gradients travel only one way, packed;
-weights travel back as they are.
+*Sharded*: each leader owns the part that it adds up for all (`polygon_comm.members`; within one region all members own
+equal parts). *Central*: the first member owns all. Either way the optimizer state of a part exists once, and gradients
+travel only one way, packed; weights travel back as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.distributed import ReduceOptions
@@ -26,8 +26,12 @@ class Part(NamedTuple):
     start: int
     stop: int
     owner: int
-    lane: int
-    """Which leader of each region carries it between regions."""
+    carriers: tuple[int, ...]
+    """Of each region, who carries it between regions: the owner in its own."""
+
+
+Carried: TypeAlias = dict[int, list[torch.Tensor]]
+"""Stretches of a vector by rank."""
 
 
 class ServerGroup(SumGroup):
@@ -36,29 +40,31 @@ class ServerGroup(SumGroup):
     def parts(self, elements: int, *, central: bool) -> list[Part]:
         """Who owns which part of a vector."""
         members = self.members
+        firsts = tuple(leaders[0] for leaders in members.leaders)
         if central:
-            return [Part(0, elements, members.leaders[0][0], 0)]
+            return [Part(0, elements, firsts[0], firsts)]
         if len(members.regions) == 1:
-            shares = [((0, elements), members.ranks)]
-        else:
-            shares = list(zip(pairwise(members.places(elements)), zip(*members.leaders, strict=True), strict=True))
-        parts = []
-        for lane, ((start, stop), owners) in enumerate(shares):
-            borders = [start + (stop - start) * i // len(owners) for i in range(len(owners) + 1)]
-            parts += [Part(borders[i], borders[i + 1], owner, lane) for i, owner in enumerate(owners)]
-        return parts
+            borders = [elements * i // len(members.ranks) for i in range(len(members.ranks) + 1)]
+            owners = zip(pairwise(borders), members.ranks, strict=True)
+            return [Part(start, stop, owner, (owner,)) for (start, stop), owner in owners]
+        return [Part(p.start, p.stop, p.leaders[p.owner], p.leaders) for p in members.pieces(elements)]
 
     def _carrier(self, part: Part) -> int:
         """Member of this rank's region that holds a part's sum over the region, or its new weights."""
-        if len(self.members.regions) == 1:
-            return part.owner
-        return self.members.leaders[self.members.regions.index(self._mine)][part.lane]
+        return part.carriers[self.members.regions.index(self._mine)]
 
-    def _far_carriers(self, part: Part) -> list[int]:
-        """Carriers of a part in the regions that do not own it."""
-        if len(self.members.regions) == 1:
-            return []
-        return [leaders[part.lane] for leaders in self.members.leaders if leaders[part.lane] != part.owner]
+    def _carried(self, vector: torch.Tensor, parts: Sequence[Part]) -> tuple[Carried, Carried]:
+        """Stretches of the vector that this rank carries, by their owner; and its own, by who else carries them."""
+        me, others, own = self._wires.rank, dict[int, list[torch.Tensor]](), dict[int, list[torch.Tensor]]()
+        for part in parts:
+            if self._carrier(part) == me and part.start < part.stop:
+                values = vector[part.start : part.stop]
+                if part.owner != me:
+                    others.setdefault(part.owner, []).append(values)
+                for peer in part.carriers if part.owner == me else ():
+                    if peer != me:
+                        own.setdefault(peer, []).append(values)
+        return others, own
 
     def begin_to_owners(self, vector: torch.Tensor, key: str, parts: Sequence[Part]) -> Pending:
         """Start to sum over the members; when the call of the result returns, each owner's part is right, no other."""
@@ -70,24 +76,22 @@ class ServerGroup(SumGroup):
                 works.append(self._near.reduce([vector[part.start : part.stop]], options))
         for work in works:
             work.wait()
-        me, codec = self._wires.rank, make_codec(self.members.codec)
-        number = self._number()
-        receipts, sendings = [], []
-        for index, part in enumerate(parts):
-            if self._carrier(part) != me or part.start == part.stop:
-                continue
-            values = vector[part.start : part.stop]
-            if part.owner == me:
-                n_bytes = codec.payload_bytes(values.numel(), vector.dtype)
-                for peer in self._far_carriers(part):
-                    receipts.append((self._wires.post_receive(peer, self._tag(number, part.lane), n_bytes), values))
-            else:
-                payload, _ = self._packer(key, index, ()).compress(values)
-                sendings.append(self._wires.send(part.owner, self._tag(number, part.lane), payload))
+        codec, tag = make_codec(self.members.codec), self._tag(self._number())
+        others, own = self._carried(vector, parts)
+        receipts = [
+            (self._wires.post_receive(peer, tag, codec.payload_bytes(_length(values), vector.dtype)), values)
+            for peer, values in own.items()
+        ]
+        sendings = [
+            self._wires.send(owner, tag, self._packer(key, index, ()).compress(torch.cat(values))[0])
+            for index, (owner, values) in enumerate(others.items())
+        ]
 
         def arrive() -> None:
             for receipt, values in receipts:
-                values += codec.decompress(receipt.wait(), values.shape, values.dtype)
+                heard = codec.decompress(receipt.wait(), (_length(values),), vector.dtype)
+                for mine, theirs in zip(values, heard.split([each.numel() for each in values]), strict=True):
+                    mine += theirs
             for sending in sendings:
                 sending.wait()
 
@@ -95,22 +99,22 @@ class ServerGroup(SumGroup):
 
     def share_from_owners_(self, vector: torch.Tensor, parts: Sequence[Part]) -> None:
         """Give every member what the owners hold, as it is."""
-        me, plain = self._wires.rank, Codec()
-        number = self._number()
-        receipts, sendings = [], []
-        for part in parts:
-            if self._carrier(part) != me or part.start == part.stop:
-                continue
-            values = vector[part.start : part.stop]
-            if part.owner == me:
-                for peer in self._far_carriers(part):
-                    sendings.append(self._wires.send(peer, self._tag(number, part.lane), plain.compress(values)))
-            else:
-                n_bytes = plain.payload_bytes(values.numel(), vector.dtype)
-                receipts.append((self._wires.post_receive(part.owner, self._tag(number, part.lane), n_bytes), values))
+        plain, tag = Codec(), self._tag(self._number())
+        others, own = self._carried(vector, parts)
+        sendings = [self._wires.send(peer, tag, plain.compress(torch.cat(values))) for peer, values in own.items()]
+        receipts = [
+            (self._wires.post_receive(owner, tag, plain.payload_bytes(_length(values), vector.dtype)), values)
+            for owner, values in others.items()
+        ]
         for receipt, values in receipts:
-            values.copy_(plain.decompress(receipt.wait(), values.shape, values.dtype))
+            heard = plain.decompress(receipt.wait(), (_length(values),), vector.dtype)
+            for mine, theirs in zip(values, heard.split([each.numel() for each in values]), strict=True):
+                mine.copy_(theirs)
         for sending in sendings:
             sending.wait()
         pieces = [vector[part.start : part.stop] for part in parts]
         hand_out(self._near, pieces, self._near_places([self._carrier(part) for part in parts]))
+
+
+def _length(values: Sequence[torch.Tensor]) -> int:
+    return sum(each.numel() for each in values)

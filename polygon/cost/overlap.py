@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from polygon.cost.memory import state_bytes
 from polygon.domain.model import Batch
 from polygon.domain.runtime import DP_OVERLAP, Runtime
@@ -73,6 +75,12 @@ def seen_parts(layers: float, part: float, overlap: Overlap) -> tuple[float, flo
     if overlap.by_layer:
         return (layers - 1) / layers, part
     return overlap.hidden_part, overlap.last_bucket
+
+
+@kernel
+def sums_in_step(layers: float, n_bytes: float, bucket_bytes: float, overlap: Overlap) -> float:
+    """How many sums the gradients of a stage go in, one behind the other: its layers, or a runtime's buckets."""
+    return layers if overlap.by_layer else max(1.0, np.ceil(n_bytes / bucket_bytes))
 
 
 @kernel

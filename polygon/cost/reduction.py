@@ -4,10 +4,10 @@ Inside a region accelerators sum as NCCL does (`polygon.cost.network`): inside a
 several nodes in a ring at the rate of the narrower of fabric and shared cards, or in a tree. Processors sum in two
 levels, as the runner does: on every node at its first worker, then between the nodes, where a single leader passes more
 than a ring (`passes_of_card`); those of one node, if there is no other place, in gloo's ring. Between regions node
-pairs work side by side (BlueConnect, Cho et al. 2019): each of the k nodes that a region lends to the stage leads an
-equal part, so that a card has 1 / k of what its region exchanges; and in turns with several nodes of each other region
-(`turns_of_sum`), so that of regions of k and l nodes hardly more than 1 / (k l) falls to a pair of nodes, where it was
-1 / max(k, l) in one turn (`pairs_at_once`).
+pairs work side by side (BlueConnect, Cho et al. 2019): each of R regions adds up a part in R for all others, which it
+deals out to its k nodes in turns (`turns_of_region`), while every other region has an equal stretch of that part on
+each of its l nodes. So a card has 1 / k of what its region exchanges, and hardly more than 1 / (k l) of that falls to a
+pair of nodes, where it was 1 / max(k, l) in one turn (`pairs_at_once`).
 
 What adds up so are *places*: regions, and the nodes of a region inside which weight gradients are packed
 (`Plan.packed_inside`), each by itself. NCCL and gloo add up plain numbers: whatever is packed goes from place to place.
@@ -25,7 +25,8 @@ longest of
     a_ij + 2 m_ij  and  a_ij + a_jk + max(m_ij, m_jk) + last min(m_ij, m_jk)
 
 over places i, j, k, where a link has latency a and carries a part of all layers in m, and `last` is one layer's part.
-Packing and unpacking of what crosses are added to it.
+Packing and unpacking of what crosses are added to it. Between two nodes goes one message a layer, direction and round;
+what the busiest node of either place needs for all of its own (`Runtime.message_s`) is the least that 2 m takes.
 
 Where every device finds the gradient's norm in what it has, a region begins the next step as soon as it has all sums,
 and may lead: `ways_s` has what each region's gradients take to reach each other one (`polygon.cost.finish.led_s`).
@@ -45,9 +46,12 @@ from polygon.cost.memory import state_bytes
 from polygon.cost.network import ring_kernel
 from polygon.cost.transfers import LinkArrays
 from polygon.domain.model import Batch
-from polygon.domain.runtime import Runtime, turns_of_sum
+from polygon.domain.runtime import Runtime, turns_of_region
 from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import general, kernel
+
+dealt_turns = kernel(turns_of_region)
+"""`turns_of_region` for kernels; first, so that all others are made anew when it changes (`polygon.jit.stamp`)."""
 
 
 @kernel
@@ -97,7 +101,11 @@ class LevelsRoom(NamedTuple):
     leaders: np.ndarray
     """(regions,) nodes of one of these places."""
     turns: np.ndarray
-    """(2,) of sums between them (`turns_of_sum`); and whether all pairs of nodes share them in any case, for bounds."""
+    """(regions,) in which each deals out what it adds up (`turns_of_region`)."""
+    messages_s: np.ndarray
+    """(regions,) seconds in which a leader sends and receives its messages, where the runtime says what one takes."""
+    ideal: np.ndarray
+    """(1,) whether all pairs of nodes have as much, and messages cost their hosts nothing, in any case: for bounds."""
     latency_s: np.ndarray
     bytes_per_s: np.ndarray
     """(regions,) of a message between two nodes of each."""
@@ -112,10 +120,11 @@ class LevelsRoom(NamedTuple):
 def levels_room(pools: int, regions: int) -> LevelsRoom:
     """Room for stages of so many pools in so many regions."""
     most = min(pools, regions)
-    first, nodes, places, leaders = np.zeros((4, most), dtype=np.int64)
-    turns, (comes, goes) = np.zeros(2, dtype=np.int64), np.zeros((2, 3, most))
-    near = np.zeros(most), np.zeros(most), np.zeros(most)
-    return LevelsRoom(first, nodes, places, leaders, turns, *near, comes, goes)
+    first, nodes, places, leaders, turns = np.zeros((5, most), dtype=np.int64)
+    messages, latency, rate, near = np.zeros((4, most))
+    comes, goes = np.zeros((2, 3, most))
+    ideal = np.zeros(1, dtype=np.bool_)
+    return LevelsRoom(first, nodes, places, leaders, turns, messages, ideal, latency, rate, near, comes, goes)
 
 
 @kernel
@@ -207,6 +216,7 @@ def levels_s(
     links: LinkArrays,
     whole: bool,
     last: float,
+    sums: float,
     room: LevelsRoom,
 ) -> tuple[float, float, float, float, float]:
     """Seconds inside nodes, inside regions and between places, the latency of the longest way between these, and what
@@ -233,6 +243,8 @@ def levels_s(
         Whether places send each other whole gradients in one round (`exchange_rounds`).
     last : float
         Part of one layer (`passed_on_s`).
+    sums : float
+        How many there are, one behind the other (`polygon.cost.overlap.sums_in_step`).
     """
     found, i = 0, 0
     while i < count:
@@ -246,7 +258,9 @@ def levels_s(
         found += 1
         i = end
     places = places_in(found, room)
-    room.turns[0] = 1 if whole else turns_between(room.leaders[:found], links.sum_turns)
+    find_turns(room.leaders[:found], links.sum_turns, room.turns)
+    if links.message_s > 0:
+        _find_messages(found, places, whole, sums * links.message_s, room)
     node_s, region_s, card_s = 0.0, 0.0, 0.0
     for a in range(found):
         i, end = room.first[a], room.first[a + 1] if a + 1 < found else count
@@ -326,7 +340,7 @@ def across_of(
             room.comes[i, k], room.goes[i, k] = 0.0, 0.0
     for a in range(found):
         for b in range(found):
-            latency, rate = between(a, b, pools, pair_share, links, places, whole, room)
+            latency, rate = between(a, b, pools, part_bytes, pair_share, links, places, whole, room)
             if rate == 0:
                 return np.inf, latency
             if rate > 0:
@@ -344,36 +358,97 @@ def across_of(
     return across_s, far_s
 
 
-turns_between = kernel(turns_of_sum)
-"""`turns_of_sum` of an array, for kernels."""
+@kernel
+def find_turns(leaders: np.ndarray, most: int, turns: np.ndarray) -> None:
+    """Fill in how many turns each region deals out what it adds up (`turns_of_region`).
+
+    Parameters
+    ----------
+    leaders : ndarray of int, shape (regions,)
+        Nodes of a place of each that lead; 0 where it has no part.
+    most : int
+        `Runtime.sum_turns`.
+    turns : ndarray of int, shape (at least regions,)
+        Out.
+    """
+    for a in range(len(leaders)):
+        turns[a] = dealt_turns(leaders, a, most) if leaders[a] > 0 else 1
 
 
 @kernel
-def pairs_at_once(senders: int, receivers: int, turns: int) -> float:
+def pairs_at_once(nodes: int, others: int, turns: int, other_turns: int) -> float:
     """How many pairs of nodes of two regions share what these exchange, by what falls to the pair with most.
 
-    Let s nodes of one region and l >= s of the other lead equal stretches of a circle, and one of the two be turned by
-    0, 1 / D, ... 1 - 1 / D of it. Two nodes share what of their stretches lies over one another in any of the D turns;
-    added up over these it is the integral, over a stretch of 1 / l, of how many multiples of 1 / D a stretch of 1 / s
-    that begins there has: floor(D / s), or one more in a part D / s - floor(D / s) of all places.
+    Half of what they exchange is added up by each. The first node of both has most of either half.
+
+    Parameters
+    ----------
+    nodes, others : int
+        Of the two regions.
+    turns, other_turns : int
+        In which each deals out what it adds up (`turns_of_region`).
     """
-    few, many = min(senders, receivers), max(senders, receivers)
-    whole, steps = turns // few, turns // many
-    more, rest = (turns / few - whole) / turns, (turns / many - steps) / turns
-    return float(turns / (whole / many + steps * more + min(rest, more)))
+    return float(2 / (_largest_share(nodes, others, turns) + _largest_share(others, nodes, other_turns)))
 
 
 @kernel
-def part_of_pair(sender: int, senders: int, receiver: int, receivers: int, turns: int) -> float:
-    """Part of what two regions exchange that falls to a node of each, by their places among so many."""
-    circle, common = senders * receivers * turns, 0
-    begin, end = sender * receivers * turns, (sender + 1) * receivers * turns
-    for turn in range(turns):
-        # Stretches in parts of the circle; the second may pass its end.
-        here = receiver * senders * turns + turn * senders * receivers
-        for first in (here - circle, here):
-            common += max(0, min(end, first + senders * turns) - max(begin, first))
-    return common / (circle * turns)
+def _largest_share(nodes: int, others: int, turns: int) -> float:
+    """Most that two nodes share of what a region of so many adds up, its cells dealt out in so many turns.
+
+    A stretch of another region is as long as turns / others rounds of cells: of each whole one every node has a cell,
+    and of the rest no more than a cell.
+    """
+    rounds = turns // others
+    return float((rounds + min(1.0, (turns - rounds * others) * nodes / others)) / (nodes * turns))
+
+
+@kernel
+def part_of_pair(node: int, nodes: int, other: int, others: int, turns: int, other_turns: int) -> float:
+    """Part of what two regions exchange that falls to a node of each, by their places among so many.
+
+    The largest is 1 / `pairs_at_once`, whose parameters are the same.
+    """
+    return 0.5 * (
+        _share_of_pair(node, nodes, other, others, turns) + _share_of_pair(other, others, node, nodes, other_turns)
+    )
+
+
+@kernel
+def _share_of_pair(node: int, nodes: int, other: int, others: int, turns: int) -> float:
+    """Part of what a region of so many nodes adds up that is in the cells of one of them and in another region's
+    stretch of such a place."""
+    cells, cell = nodes * turns, others  # a cell in parts of itself: then stretches begin at whole numbers
+    met = 0
+    for end, sign in (((other + 1) * cells, 1), (other * cells, -1)):
+        rounds, rest = end // (nodes * cell), end % (nodes * cell)
+        met += sign * (rounds * cell + min(max(rest - node * cell, 0), cell))
+    return float(met / (cells * cell))
+
+
+@kernel
+def messages_of_leader(nodes: int, others: int, turns: int, other_turns: int, rounds: int) -> float:
+    """Messages that a node of a place sends to and receives from those of another in one sum, as a mean over it.
+
+    Its stretch of what the other place adds up meets cells of so many nodes there, its own cells meet stretches of so
+    many; in one round (two places) both are in the same messages, in two raw numbers go there and their sums come back.
+    Parameters are those of `pairs_at_once`.
+    """
+    given = min(float(others), max(1.0, other_turns * others / nodes))
+    added = min(float(others), max(float(turns), others / nodes))
+    return 2 * max(given, added) if rounds == 1 else 2 * (given + added)
+
+
+@kernel
+def _find_messages(found: int, places: int, whole: bool, message_s: float, room: LevelsRoom) -> None:
+    """Fill `messages_s`, where a message to or from a node takes so long in all sums together."""
+    rounds = exchange_rounds(places, whole)
+    for a in range(found):
+        count = 0.0
+        for b in range(found if not room.ideal[0] else 0):
+            mine, theirs = (1, 1) if whole else (room.leaders[a], room.leaders[b])
+            others = room.places[b] - (1 if a == b else 0)
+            count += others * messages_of_leader(mine, theirs, room.turns[a], room.turns[b], rounds)
+        room.messages_s[a] = message_s * count
 
 
 @kernel
@@ -390,13 +465,15 @@ def between(
     a: int,
     b: int,
     pools: np.ndarray,
+    part_bytes: float,
     pair_share: np.ndarray,
     links: LinkArrays,
     places: int,
     whole: bool,
     room: LevelsRoom,
 ) -> tuple[float, float]:
-    """Latency and bytes/s of what a place in one region sends to a place in another, or to another in the same.
+    """Latency and bytes/s of what a place in one region sends to a place in another, or to another in the same: so many
+    bytes in each round, no sooner than leaders of either can send and receive the messages of both.
 
     The rate is 0 without a link, and -1 where there is nobody to send to.
     """
@@ -407,13 +484,16 @@ def between(
     ka, kb = (1, 1) if whole else (room.leaders[a], room.leaders[b])
     # A card sends to all the other places at once, or hears them.
     card = min(links.card_bytes_per_s[pa] * ka, links.card_bytes_per_s[pb] * kb) / (places - 1)
+    if links.message_s > 0 and part_bytes > 0:
+        messages_s = max(room.messages_s[a], room.messages_s[b])
+        card = min(card, 2 * part_bytes / messages_s) if messages_s > 0 else card
     if a == b:
         return (room.latency_s[a], min(room.bytes_per_s[a], card)) if room.places[a] > 1 else (0.0, -1.0)
     stages = max(1.0, pair_share[ra, rb]) * room.places[a]
     # What leaves a region goes to all places elsewhere at once.
     capacity = links.capacity_bytes_per_s[ra, rb] / room.places[b]
     capacity = min(capacity, links.egress_bytes_per_s[ra] / (places - room.places[a])) / stages
-    pairs = ka * kb if room.turns[1] else pairs_at_once(ka, kb, room.turns[0])
+    pairs = float(ka * kb) if room.ideal[0] else pairs_at_once(ka, kb, room.turns[a], room.turns[b])
     return links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * pairs, card, capacity)
 
 
@@ -474,12 +554,13 @@ def ways_s(
         Part of all that is not latency which no backward hides.
     """
     places = places_in(found, room)
+    part_bytes = wire_bytes / places
     far_s, half_s = np.full((found, found), -1.0), np.zeros((found, found))
     for a in range(found):
         for b in range(found):
-            latency, rate = between(a, b, pools, pair_share, links, places, whole, room)
+            latency, rate = between(a, b, pools, part_bytes, pair_share, links, places, whole, room)
             if rate >= 0:
-                far_s[a, b], half_s[a, b] = latency, wire_bytes / places / rate if rate > 0 else np.inf
+                far_s[a, b], half_s[a, b] = latency, part_bytes / rate if rate > 0 else np.inf
     all_s, end_s = np.full((found, found), -np.inf), np.full((found, found), -np.inf)
     rounds = exchange_rounds(places, whole)
     for a in range(found):

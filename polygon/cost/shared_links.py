@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polygon.cost.reduction import turns_between
+from polygon.cost.reduction import find_turns, pairs_at_once
 from polygon.cost.stage_reduction import ReductionCost, group_packing, places_of
 from polygon.cost.transfers import LinkTable, Placement
 from polygon.domain.plan import Plan
@@ -118,7 +118,8 @@ class Sharing:
         self._several = place.several
         self._ways: dict[tuple[bool, tuple[tuple[int, int], ...]], Ways] = {}
         self.places = places_of(place.packed_inside, region, np.ones_like(region), len(links.cluster.regions))
-        self._turns = turns_between(self.places.nodes, sum_turns)
+        self._turns = np.ones(len(links.cluster.regions), dtype=np.int64)
+        self._turns[self.places.regions] = turns_of(self.places.nodes, sum_turns)
         apart = self.places.apart[region]
         members = np.where(apart, self.places.total, np.bincount(region)[region])
         busy = self._several[nodes] & (members > 1)
@@ -151,7 +152,8 @@ class Sharing:
             else:
                 senders.append(out[a][:0])
                 sends.append(np.zeros(0))
-            i, k, part = node_pairs(len(from_a), len(to_b), self._turns, every=bool(apart[a] or apart[b]))
+            turns, every = (int(self._turns[a]), int(self._turns[b])), bool(apart[a] or apart[b])
+            i, k, part = node_pairs(len(from_a), len(to_b), *turns, every=every)
             i, k = from_a[i], to_b[k]
             both = shared[i] & shared[k]
             pairs.append((self._nodes[i] * several + self._nodes[k])[both])
@@ -183,11 +185,15 @@ def pairs_at_work(place: Placement, regions: int, sum_turns: int) -> np.ndarray:
     region = np.concatenate([region for _, region, _ in place.hosts])[first]
     rows = [np.bincount(of, minlength=regions) for of in (region, *(it[1] for it in place.hosts))]
 
-    def at_once(a: int, b: int, row: np.ndarray) -> float:
-        if not row[a] or not row[b]:
-            return 0.0
-        apart = a in place.packed_inside or b in place.packed_inside
-        return 1 / float(node_pairs(int(row[a]), int(row[b]), sum_turns, every=apart)[2].max())
+    apart = np.zeros(regions, dtype=bool)
+    apart[list(place.packed_inside)] = True
+    turns = [turns_of(np.where(apart, np.minimum(row, 1), row), sum_turns) for row in rows]
+
+    def at_once(a: int, b: int, which: int) -> float:
+        here, there = int(rows[which][a]), int(rows[which][b])
+        if apart[a] or apart[b] or not here or not there:
+            return float(here * there)
+        return float(pairs_at_once(here, there, turns[which][a], turns[which][b]))
 
     # Of regions that hold different stages the tied weights of first and last: one pair.
     found = np.ones((regions, regions))
@@ -195,32 +201,45 @@ def pairs_at_work(place: Placement, regions: int, sum_turns: int) -> np.ndarray:
     for a in there:
         for b in there:
             if a != b:
-                found[a, b] = max(1.0, min(at_once(a, b, rows[0]), sum(at_once(a, b, row) for row in rows[1:])))
+                found[a, b] = max(1.0, min(at_once(a, b, 0), sum(at_once(a, b, s) for s in range(1, len(rows)))))
     place.derived["pairs at work", sum_turns] = found
     return found
 
 
+def turns_of(leaders: np.ndarray, sum_turns: int) -> np.ndarray:
+    """In how many turns regions with so many nodes each deal out what they add up, shape (regions,)."""
+    turns = np.ones(len(leaders), dtype=np.int64)
+    find_turns(leaders, sum_turns, turns)
+    return turns
+
+
 @cache
-def node_pairs(senders: int, receivers: int, turns: int, *, every: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def node_pairs(
+    senders: int, receivers: int, turns: int, other_turns: int, *, every: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which nodes of a region send to which of another, and what part each pair has of what the regions exchange.
 
-    Each node leads an equal part, and shares with another what both lead in any of the turns (`part_of_pair`); nodes
-    that are places by themselves send to `every` one.
+    Half of it is added up by each region, which deals cells of that out in so many turns, while nodes of the other have
+    equal stretches (`polygon.cost.reduction.part_of_pair`); nodes that are places by themselves send to `every` one.
     """
     if every:
         i, k = np.divmod(np.arange(senders * receivers), receivers)
         return i, k, np.full(len(i), 1 / len(i))
-    # In parts of a circle on which senders lead [i, i + 1) of `senders`, and receivers those of `receivers`, turned.
-    circle, turned = senders * receivers * turns, np.arange(turns)[:, None] * senders * receivers
-    begins = np.arange(receivers) * senders * turns + turned
-    own = np.broadcast_to(np.arange(senders) * receivers * turns, (turns, senders))
-    begin = np.sort(np.concatenate([own, begins % circle], axis=1), axis=1)
-    both = np.diff(begin, axis=1, append=circle)
-    pair = begin // (receivers * turns) * receivers + (begin - turned) % circle // (senders * turns)
+    i, k, part = _dealt(senders, receivers, other_turns)
+    other_k, other_i, other_part = _dealt(receivers, senders, turns)
+    pair = np.concatenate([i * receivers + k, other_i * receivers + other_k])
     pairs, where = np.unique(pair, return_inverse=True)
-    part = np.bincount(where.ravel(), weights=both.ravel()) / (circle * turns)
-    i, k = np.divmod(pairs[part > 0], receivers)
-    return i, k, part[part > 0]
+    i, k = np.divmod(pairs, receivers)
+    return i, k, 0.5 * np.bincount(where, weights=np.concatenate([part, other_part]))
+
+
+def _dealt(others: int, nodes: int, turns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pieces of what a region of so many nodes adds up: the node of the other region in whose stretch each lies, who
+    has the cell, and how large it is."""
+    cells = nodes * turns
+    whole = others * cells
+    begin = np.union1d(np.arange(others) * cells, np.arange(cells) * others)
+    return begin // cells, begin // others % nodes, np.diff(begin, append=whole) / whole
 
 
 def last_end_s(begin_s: np.ndarray, busy_s: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.kept import Kept
-from polygon.cost.overlap import overlap_of, seen_parts
+from polygon.cost.overlap import overlap_of, seen_parts, sums_in_step
 from polygon.cost.reduction import (
     LevelsRoom,
     levels_room,
@@ -222,6 +222,7 @@ def stage_reduction(
     own = _kept(place, stage, fixed, objects, *values)
     crossing, last = own.crossing, own.last
     arrays, share = links.arrays(runtime), pair_share.astype(float)
+    sums = sums_in_step(float(layers), n_values * batch.gradient_bytes, arrays.bucket_bytes, overlap_of(runtime, batch))
     room = own_room(len(pools))
     node_s, region_s, across_s, latency_s, card_s = levels_s(
         float(n_values * batch.gradient_bytes),
@@ -238,6 +239,7 @@ def stage_reduction(
         arrays,
         crossing.whole,
         last,
+        sums,
         room,
     )
     summed_s = node_s + region_s
@@ -304,6 +306,7 @@ def tied_reduction(
         places.apart,
         links.arrays(runtime),
         crossing.whole,
+        1.0,
         1.0,
         own_room(len(pools)),
     )
@@ -491,7 +494,8 @@ def room_of_sums(plan: Plan, place: Placement, stage: int, links: LinkTable, run
     A leader packs as much of the gradient as falls to it where the nodes of a place share it out (of low-rank factors
     one node leads all). While the sum of a layer is under way it holds what it sends and hears of its part: whole
     versions of all places, or of three parts each but its own (`polygon_comm.reduction.SumGroup.buffer_bytes`); and
-    where others are in its region, a version of theirs.
+    where others are in its region, a version of theirs, and its own in the order of who leads what of it, where several
+    nodes of a place do.
     """
     mine, own = place.members(stage), place.derived.get(("standing", stage))
     _, places = own or place.derived.setdefault(("standing", stage), _standing(place, stage, links))
@@ -507,7 +511,9 @@ def room_of_sums(plan: Plan, place: Placement, stage: int, links: LinkTable, run
         heard = count if count == 2 or mode == "powersgd" else (3 * count - 2) / count
         ratio = packed_bytes(1e6, 4, mode) / 4e6
         leaders = places.nodes[np.searchsorted(places.regions, region)] if mode != "powersgd" else 1
-        near = np.bincount(region)[region] * place.cp[stage] > 1
+        near = (np.bincount(region)[region] * place.cp[stage] > 1).astype(float)
+        if count > 1 and mode != "powersgd" and places.nodes.max() > 1:
+            near *= 2
         on_host = np.array([pool.device.is_cpu for pool in links.cluster.pools])[place.pool[mine]]
         held[2] = on_host * (near + (heard * ratio / leaders if count > 1 else 0.0))
     return [SumsRoom(*row) for row in held.T.tolist()]

@@ -123,6 +123,7 @@ class LinkArrays(NamedTuple):
     collective: np.ndarray
     bucket_bytes: float
     sum_turns: int
+    message_s: float
     """As in `Runtime`."""
 
 
@@ -216,7 +217,7 @@ class LinkTable:
             rates = ("bytes_per_s", "node_bytes_per_s", "card_bytes_per_s")
             for name in (*rates, "capacity_bytes_per_s", "egress_bytes_per_s"):
                 setattr(self, name, getattr(self, name) / factor)
-        self._arrays: dict[tuple[float, int], LinkArrays] = {}
+        self._arrays: dict[tuple[float, int, float], LinkArrays] = {}
         self._pairs = np.ix_(self.region, self.region), ~inside
 
     def with_other_links(self, cluster: Cluster) -> LinkTable:
@@ -238,10 +239,10 @@ class LinkTable:
 
     def arrays(self, runtime: Runtime) -> LinkArrays:
         """The table for kernels, with how a runtime adds up gradients."""
-        how = float(runtime.bucket_bytes), runtime.sum_turns
+        how = float(runtime.bucket_bytes), runtime.sum_turns, float(runtime.message_s)
         if how not in self._arrays:
             own = {name: getattr(self, name) for name in LinkArrays._fields if hasattr(self, name)}
-            self._arrays[how] = pointed(LinkArrays(**own, bucket_bytes=how[0], sum_turns=how[1]))
+            self._arrays[how] = pointed(LinkArrays(**own, bucket_bytes=how[0], sum_turns=how[1], message_s=how[2]))
         return self._arrays[how]
 
 

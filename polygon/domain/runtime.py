@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from polygon.domain.errors import require, require_number
 
@@ -21,39 +24,46 @@ UPDATES = ("", "fused", "apart", "operations")
 NORMS = ("", "fused", "copies", "operations")
 POSITIONS = ("", "fused", "operations")
 
-TURNS = (2, 3, 5, 7, 11, 13)
-"""Prime, so that no two regions turn alike."""
-MOST_LANES = 1000
-"""Parts of a sum between regions, each with a leader of its own in every region: no more than a short vector has
-numbers."""
 
+def turns_of_region(nodes: Sequence[int] | np.ndarray, region: int, most: int) -> int:
+    """In how many turns a region deals out to its nodes what it adds up of a vector that regions sum.
 
-def turns_of_sum(nodes: Iterable[int], most: int) -> int:
-    """In how many turns regions exchange sums, so that each node meets several of every other region.
+    Of n regions each adds up an equal part of the vector for all, in as many equal cells as turns times nodes, which
+    go to its nodes in turn; every other region has an equal stretch of that part on each of its nodes. So a node of
+    the other region meets about as many of this one's as there are cells in its stretch, all where there are as many
+    turns as the other region has nodes. Messages between two nodes are one whatever they meet in.
 
-    The vector is cut into as many equal parts as turns. In each of them every node of a region leads an equal stretch,
-    and meets who leads the same one elsewhere; from part to part the stretches of a region's nodes are turned against
-    those of the region before by an equal part of the circle. So as a rule all pairs of nodes share what two regions
-    exchange, where in one turn they were as many as the larger region has nodes.
+    There are at least as many turns as let a node of the largest other region meet `most`, or all. Of twice as many,
+    or of their first multiples where all meet, the fewest are taken under which no two nodes share much more than their
+    part: of nine turns a seventh is one or two cells of a node, of fourteen two.
 
     Parameters
     ----------
-    nodes : sequence of int
-        Of every region; those without any have no part. (Kernels call this with an array.)
+    nodes : sequence or ndarray of int
+        Of every region; those without any have no part.
+    region : int
+        Place of the region, which has some.
     most : int
-        `Runtime.sum_turns`.
+        `Runtime.sum_turns`: how many nodes of the smaller region one of the larger meets.
     """
-    regions, largest, second, total = 0, 0, 0, 0
-    for count in nodes:
-        largest, second = max(largest, count), max(second, min(largest, count))
-        regions += count > 0
-        total += count
-    turns = 1
-    for prime in TURNS:
-        # More turns than the second largest region has nodes would let nobody meet more.
-        if prime >= regions and prime * total <= MOST_LANES and turns < min(second, most):
-            turns = prime
-    return turns
+    own, largest = nodes[region], 1
+    for other in range(len(nodes)):
+        if other != region:
+            largest = max(largest, nodes[other])
+    fewest = max(1, min(largest, -(-most * max(own, largest) // own)))
+    all_meet = fewest == largest
+    chosen, least = fewest, math.inf
+    for turns in range(fewest, (3 if all_meet else 2) * fewest + 1, fewest if all_meet else 1):
+        worst = 1.0
+        for other in range(len(nodes)):
+            count = nodes[other]
+            if other != region and count > 0:
+                rounds = turns // count
+                share = (rounds + min(1.0, (turns - rounds * count) * own / count)) / (own * turns)
+                worst = max(worst, share * min(own * count, most * max(own, count)))
+        if worst < least - 1e-9:
+            chosen, least = turns, worst
+    return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +148,10 @@ class Runtime:
     """Largest message of a reduction: gradients go in buckets, each of which waits for the latency of its ring (the
     default of DeepSpeed, InternEvo and Sailor)."""
     sum_turns: int = 1
-    """In how many turns regions exchange sums at most (`turns_of_sum`); 1: a node meets the same ones in all."""
+    """How many nodes of the smaller of two regions a node of the larger one exchanges sums with, as far as there are so
+    many (`turns_of_region`)."""
+    message_s: float = 0.0
+    """Processor time of the rank that sends or receives a message of a sum between regions."""
     tied_once: bool = False
     """Whether the gradient of a weight that first and last stage both hold is summed once, over the workers of both,
     after all others. Else each stage sums it with its other gradients, and pairs of workers then exchange the sums
@@ -237,7 +250,7 @@ class Runtime:
         for name in (
             *("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"),
             *("posted_messages", "posted_bytes", "p2p_buffer_bytes", "host_buffer_bytes_per_s", "message_gathers"),
-            "logit_bytes",
+            *("logit_bytes", "message_s"),
         ):
             require_number(getattr(self, name), f"runtime.{name}", at_least=0)
         for name in ("bucket_bytes", "reserved_factor", "host_forward_factor"):
@@ -291,6 +304,7 @@ POLYGON = Runtime(
     contention=0.0,
     p2p_overlap=True,
     sum_turns=7,
+    message_s=0.17e-3,
     tied_once=True,
     zero2_by_micro_batch=True,
     keeps_outputs=True,
@@ -316,6 +330,7 @@ POLYGON = Runtime(
         "p2p_overlap": "threads send while the next micro-batch is computed, runners/engine/worker.py",
         "sum_turns": "more than seven connections of a node to a region hardly help, comm/polygon_comm/reduction.py; "
         "judgement",
+        "message_s": "packed, sent or received, unpacked; measured by benchmarks/sum_messages.py",
         "tied_once": "a bucket and a group of its own, runners/engine/worker.py, runners/engine/rank_layout.py",
         "zero2_by_micro_batch": "runners/engine/zero_sharding.py",
         "keeps_outputs": "backward starts at them, runners/engine/worker.py",

@@ -161,11 +161,11 @@ def reduction_floor_s(
     ones, none = np.ones((regions, regions)), np.zeros(regions, dtype=np.bool_)
     alone = np.ones(used, dtype=np.int64)
     wire = n_bytes * ratio
-    room.turns[1] = 1  # with fewer nodes than these, turns may be others
+    room.ideal[0] = True  # with fewer nodes than these, turns and messages may be others
     _, _, across_s, far_s, _ = levels_s(
-        n_bytes, 0.0, 1, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, 0.0, room
+        n_bytes, 0.0, 1, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, 0.0, 1.0, room
     )
-    room.turns[1] = 0
+    room.ideal[0] = False
     inside_s, total, card, latency_s = 0.0, 0, 0.0, np.inf
     for i in range(used):
         inside_s = max(inside_s, limits.inside * least_sum_s(n_bytes, fewest[i], pools[i], bank.links))

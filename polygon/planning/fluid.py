@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.memory import OUTER_BYTES
-from polygon.cost.overlap import gathered_s, seen_parts, summed_s
+from polygon.cost.overlap import gathered_s, seen_parts, summed_s, sums_in_step
 from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, streamed_s, unpackings
 from polygon.domain.message import Message
 from polygon.jit.by_pointer import gives_pointed
@@ -331,7 +331,7 @@ def fluid_step_s(
 def _find_owed(bank: Bank, work: FluidWork, n: int) -> bool:
     """Fill `owed_bytes`, `tied_owed_bytes`, `near` and `heard` of n stages in several regions each: of a kind's region
     with the fewest nodes; whether any owes."""
-    stages, owes = work.stages, False
+    stages, nodes, owes = work.stages, work.places.nodes, False
     stages.plain[0], stages.tied_owed_bytes[0] = False, 0.0
     for s in range(n):
         for k in range(stages.kind_members[s]):
@@ -339,6 +339,9 @@ def _find_owed(bank: Bank, work: FluidWork, n: int) -> bool:
         regions, fewest = _fill_owed(bank, work, s, s, stages.owed_bytes)
         owes = owes or (regions > 1 and bank.owed_bytes > 0)
         stages.near[s] = 1.0 if _width(stages, s) * bank.cp > regions else 0.0
+        for r in work.places.region[: work.places.regions[0] if regions > 1 else 0]:
+            if nodes[s, r] > 1:  # what is led by several nodes is laid out in their order
+                stages.near[s] = 2.0
         whole = 2.0 if regions == 2 else (3 * regions - 2) / regions
         stages.heard[s] = whole / fewest if regions > 1 else 0.0
     if bank.tied_once and bank.tied_values > 0 and n > 1:
@@ -685,12 +688,13 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
             for a in regions:
                 packs = packs or (nodes[s, a] > 1 and work.packs[a])
             part = part_at_end(bank, stages.classes[s, 0], bounds[s], bounds[s + 1])
-            _, last = seen_parts(float(bounds[s + 1] - bounds[s]), part, bank.overlap)
-            gather_s = _find_sum(bank, work, s, options[ZERO, s], last, work.apart)
+            depth = float(bounds[s + 1] - bounds[s])
+            _, last = seen_parts(depth, part, bank.overlap)
+            gather_s = _find_sum(bank, work, s, depth, options[ZERO, s], last, work.apart)
             if packs:  # where nodes send one another packed gradients, if that is sooner
                 whole, ended = of.whole[s], of.last[s]
                 inside, inside_ended = of.inside[s], of.inside_last[s]
-                packed_gather_s = _find_sum(bank, work, s, options[ZERO, s], last, work.packs)
+                packed_gather_s = _find_sum(bank, work, s, depth, options[ZERO, s], last, work.packs)
                 if of.whole[s] < whole:
                     gather_s = packed_gather_s
                     for a in regions:
@@ -761,9 +765,9 @@ def _find_rings(bank: Bank, work: FluidWork, s: int) -> int:
 
 
 @inner
-def _find_sum(bank: Bank, work: FluidWork, s: int, zero: int, last: float, apart: np.ndarray) -> float:
-    """Fill `whole`, `last`, `inside` and `inside_last` of a stage; seconds to gather weights inside places. `last` and
-    `apart` as in `levels_s`."""
+def _find_sum(bank: Bank, work: FluidWork, s: int, depth: float, zero: int, last: float, apart: np.ndarray) -> float:
+    """Fill `whole`, `last`, `inside` and `inside_last` of a stage of so many layers; seconds to gather weights inside
+    places. `last` and `apart` as in `levels_s`."""
     n_bytes, rings = work.reduction.n_bytes[s], _find_rings(bank, work, s)
     node_s, region_s, across_s, far_s, card_s = levels_s(
         n_bytes,
@@ -780,6 +784,7 @@ def _find_sum(bank: Bank, work: FluidWork, s: int, zero: int, last: float, apart
         bank.links,
         False,
         last,
+        sums_in_step(depth, n_bytes, bank.links.bucket_bytes, bank.overlap),
         work.levels,
     )
     across_s += _packing_s(bank, work, s, apart)
@@ -982,6 +987,7 @@ def tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tup
         apart,
         bank.links,
         False,
+        1.0,
         1.0,
         work.levels,
     )

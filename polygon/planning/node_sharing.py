@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.cost.reduction import pairs_at_once, part_of_pair, turns_between
+from polygon.cost.reduction import find_turns, pairs_at_once, part_of_pair
 from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner
 from polygon.planning.device_assignment import Dealing, deal, dealing_for, dealt_as
@@ -53,7 +53,7 @@ class Hosts(NamedTuple):
     above: np.ndarray
     """(entries,) that of the next stage on the same node."""
     turns: np.ndarray
-    """(rows,) in which the regions of a stage exchange sums."""
+    """(rows, regions) in which a region deals out what it adds up for a stage (`turns_of_region`)."""
     places: np.ndarray
     leaders: np.ndarray
     """(rows, regions) how many places a stage sums in (`polygon.cost.stage_reduction.Places`), and nodes of each."""
@@ -90,7 +90,7 @@ def hosts_for(bank: Bank, rows: int) -> Hosts:
         busiest=np.zeros((rows, regions)),
         following=np.zeros(entries, dtype=np.int64),
         above=np.zeros(entries, dtype=np.int64),
-        turns=np.ones(rows, dtype=np.int64),
+        turns=np.ones((rows, regions), dtype=np.int64),
         places=np.zeros((rows, regions), dtype=np.int64),
         leaders=np.zeros((rows, regions), dtype=np.int64),
         all_places=np.zeros(rows, dtype=np.int64),
@@ -280,7 +280,7 @@ def find_sums(hosts: Hosts, n: int, nodes: np.ndarray, apart: np.ndarray, turns:
             hosts.places[s, r] = count if apart[s, r] else min(count, 1)
             hosts.leaders[s, r] = min(count, 1) if apart[s, r] else count
             hosts.all_places[s] += hosts.places[s, r]
-        hosts.turns[s] = turns_between(hosts.leaders[s], turns)
+        find_turns(hosts.leaders[s], turns, hosts.turns[s])
 
 
 @inner
@@ -393,7 +393,7 @@ def _largest_part(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int) -> fl
     """Part of what stage s sends from region a to b that the node pair with most has."""
     if _every_pair(hosts, nodes, s, a, b):
         return float(1.0 / (nodes[s, a] * nodes[s, b]))
-    return 1.0 / pairs_at_once(nodes[s, a], nodes[s, b], hosts.turns[s])
+    return 1.0 / pairs_at_once(nodes[s, a], nodes[s, b], hosts.turns[s, a], hosts.turns[s, b])
 
 
 @inner
@@ -410,26 +410,43 @@ def _pair_free_s(
     tail_s: np.ndarray,
 ) -> float:
     """When the node pairs that stage s uses from region a to b with others are free, and their users done, stages s
-    and above. Of the pairs those are looked at that meet in the first turn: in others it is much the same."""
-    latest = 0.0
-    e, other, i, k = hosts.first[s, a], hosts.first[s, b], 0, 0
-    while e != NONE and other != NONE:
-        end, tail, users = 0.0, 0.0, 0
-        for t in range(n - 1, s - 1, -1):
-            part = _part_of_pair(hosts, nodes, t, a, b, hosts.node[e], hosts.node[other])
-            if part > 0:
-                sent = _sent_bytes(hosts, t, a, b, wire_bytes[t])
-                end = max(end, begin_s[t]) + sent * part * s_per_byte
-                tail = max(tail, tail_s[t])
-                users += 1
-        if users > 1:
-            latest = max(latest, end + tail)
-        ends = (i + 1) * nodes[s, b] - (k + 1) * nodes[s, a]
-        if ends <= 0:
-            e, i = hosts.following[e], i + 1
-        if ends >= 0:
-            other, k = hosts.following[other], k + 1
+    and above. Stages follow one another over the nodes of a pool: those that share nodes share few."""
+    latest, e = 0.0, hosts.first[s, a]
+    while e != NONE:
+        other = hosts.first[s, b] if hosts.above[e] != NONE else NONE
+        while other != NONE:
+            if hosts.above[other] != NONE:
+                free = _nodes_free_s(hosts, nodes, n, s, a, b, e, other, wire_bytes, s_per_byte, begin_s, tail_s)
+                latest = max(latest, free)
+            other = hosts.following[other]
+        e = hosts.following[e]
     return latest
+
+
+@inner
+def _nodes_free_s(
+    hosts: Hosts,
+    nodes: np.ndarray,
+    n: int,
+    s: int,
+    a: int,
+    b: int,
+    e: int,
+    other: int,
+    wire_bytes: np.ndarray,
+    s_per_byte: float,
+    begin_s: np.ndarray,
+    tail_s: np.ndarray,
+) -> float:
+    """`_pair_free_s` of the nodes of an entry in region a and another in b; 0 where only one stage uses them."""
+    end, tail, users = 0.0, 0.0, 0
+    for t in range(n - 1, s - 1, -1):
+        part = _part_of_pair(hosts, nodes, t, a, b, hosts.node[e], hosts.node[other])
+        if part > 0:
+            end = max(end, begin_s[t]) + _sent_bytes(hosts, t, a, b, wire_bytes[t]) * part * s_per_byte
+            tail = max(tail, tail_s[t])
+            users += 1
+    return end + tail if users > 1 else 0.0
 
 
 @inner
@@ -441,7 +458,7 @@ def _part_of_pair(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int, node:
         return 0.0
     if _every_pair(hosts, nodes, s, a, b):
         return float(1.0 / (nodes[s, a] * nodes[s, b]))
-    return float(part_of_pair(i, nodes[s, a], k, nodes[s, b], hosts.turns[s]))
+    return float(part_of_pair(i, nodes[s, a], k, nodes[s, b], hosts.turns[s, a], hosts.turns[s, b]))
 
 
 @inner

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from polygon_comm.reduction import Members
+from polygon_comm.members import Members
 
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values, packed_bytes

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from polygon_comm.reduction import Members, members_of
+from polygon_comm.members import Members, members_of
 from polygon_comm.shaped import LinkShape
 
 from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Worker
-from polygon.domain.runtime import POLYGON, turns_of_sum
+from polygon.domain.runtime import POLYGON, turns_of_region
 from polygon.domain.schedule import Action
 
 STEPS_IN_FLIGHT = 2
@@ -302,7 +302,7 @@ class Layout:
         if self.tied_apart:
             ranks |= {f"tied.{t}": lane for t, lane in enumerate(self.lanes([0, last]))}
         first_tag = len(MESSAGES) * STEPS_IN_FLIGHT * self.plan.chunks * self.plan.micro_batches
-        turns = partial(turns_of_sum, most=POLYGON.sum_turns)
+        turns = partial(turns_of_region, most=POLYGON.sum_turns)
         groups: dict[str, Members] = {}
         for name, members in ranks.items():
             codec = self._codec(members)

@@ -13,8 +13,9 @@ import torch
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.link_watch import LinkWatch, WatchedLink
+from polygon_comm.members import CUT
 from polygon_comm.parameter_server import ServerGroup
-from polygon_comm.reduction import CUT, SumGroup
+from polygon_comm.reduction import SumGroup
 from polygon_comm.sharding import PartExchange
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import Wires

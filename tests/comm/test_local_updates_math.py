@@ -4,7 +4,8 @@ import pytest
 import torch
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.local_updates import OuterUpdate
-from polygon_comm.reduction import SumGroup, members_of
+from polygon_comm.members import members_of
+from polygon_comm.reduction import SumGroup
 from polygon_comm.transport import Wires
 from torch.distributed import HashStore, TCPStore
 

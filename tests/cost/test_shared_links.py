@@ -2,22 +2,24 @@
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polygon.cost.estimate import estimate
-from polygon.cost.reduction import pairs_at_once, part_of_pair, turns_between
-from polygon.cost.shared_links import last_end_s, node_pairs
+from polygon.cost.reduction import messages_of_leader, pairs_at_once, part_of_pair
+from polygon.cost.shared_links import last_end_s, node_pairs, turns_of
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem, Stage, Worker
-from polygon.domain.runtime import MOST_LANES, TURNS
+from polygon.domain.runtime import turns_of_region
 from polygon.domain.schedule import stage_spans
 from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 
 
 def two_stages(nodes, per_node, local_steps=1):
@@ -134,43 +136,107 @@ def test_regions_that_meet_share_too():
     assert two_stages(1, 2).shared_pairs_s == pytest.approx(4 * together.shared_pairs_s)
 
 
-@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (1, 5), (3, 2), (4, 4), (6, 9)])
-@pytest.mark.parametrize(("turns", "every"), [(1, False), (5, False), (1, True)])
-def test_nodes_of_two_regions_have_equal_parts_of_what_they_exchange(senders, receivers, turns, every):
-    """Each of the one region, each of the other; in one turn in order, no more pairs than that takes."""
-    i, k, part = node_pairs(senders, receivers, turns, every=every)
-    table = np.zeros((senders, receivers))
+REGIONS = st.lists(st.integers(1, 24), min_size=2, max_size=4)
+
+
+def shared_of(nodes, others, turns):
+    """Shape (others, nodes): of what a region of so many nodes adds up, in cells that go to them in turn, the part that
+    is in the stretch of each node of another region and in the cells of each of its own."""
+    cells = nodes * turns
+    table = np.zeros((others, nodes))
+    for i, c in np.ndindex(others, cells):
+        both = min(Fraction(i + 1, others), Fraction(c + 1, cells)) - max(Fraction(i, others), Fraction(c, cells))
+        table[i, c % nodes] += max(both, 0)
+    return table
+
+
+def halves_of(nodes, most):
+    """What the first two of some regions exchange: the halves that the second and the first add up, by their nodes;
+    and the turns of both."""
+    turns = turns_of(np.array(nodes), most).tolist()
+    return shared_of(nodes[1], nodes[0], turns[1]), shared_of(nodes[0], nodes[1], turns[0]).T, turns[:2]
+
+
+@settings(deadline=None, max_examples=cases(60))
+@given(nodes=REGIONS, most=st.sampled_from((1, 3, 7)))
+@example(nodes=[24, 24], most=7)
+@example(nodes=[1, 5], most=1)
+def test_nodes_of_two_regions_have_equal_parts_of_what_they_exchange(nodes, most):
+    """Each of the one region, each of the other; each pair what lies in a stretch of the one and cells of the other, of
+    both halves. The first node of both has most."""
+    given, added, turns = halves_of(nodes, most)
+    table = np.zeros(given.shape)
+    i, k, part = node_pairs(*nodes[:2], *turns, every=False)
     table[i, k] = part
     assert (part > 0).all()
-    assert table.sum(axis=1) == pytest.approx(np.full(senders, 1 / senders))
-    assert table.sum(axis=0) == pytest.approx(np.full(receivers, 1 / receivers))
-    if every or turns == 1:
-        assert len(i) == (senders * receivers if every else senders + receivers - math.gcd(senders, receivers))
-    if not every:
-        assert part.max() == pytest.approx(1 / pairs_at_once(senders, receivers, turns))
-        alone = [part_of_pair(a, senders, b, receivers, turns) for a, b in np.ndindex(table.shape)]
-        assert table.ravel() == pytest.approx(np.array(alone))
+    assert table == pytest.approx((given + added) / 2)
+    assert table.sum(axis=1) == pytest.approx(np.full(nodes[0], 1 / nodes[0]))
+    assert table.sum(axis=0) == pytest.approx(np.full(nodes[1], 1 / nodes[1]))
+    assert table[0, 0] == pytest.approx(table.max()) == pytest.approx(1 / pairs_at_once(*nodes[:2], *turns))
+    alone = [part_of_pair(a, nodes[0], b, nodes[1], *turns) for a, b in np.ndindex(table.shape)]
+    assert table.ravel() == pytest.approx(np.array(alone))
 
 
-@given(senders=st.integers(1, 40), receivers=st.integers(1, 40), turns=st.sampled_from((1, *TURNS)))
-def test_as_many_pairs_of_nodes_share_a_sum_as_turns_let_meet(senders, receivers, turns):
-    """No more than there are, nor than the nodes of the larger region have in all turns; in one turn so many. In as
-    many turns as a region has nodes every pair has the same."""
-    pairs, many = pairs_at_once(senders, receivers, turns), max(senders, receivers)
-    assert many * (1 - 1e-9) <= pairs <= min(senders * receivers, turns * many) * (1 + 1e-9)
-    assert pairs_at_once(senders, receivers, 1) == pytest.approx(many)
-    assert pairs_at_once(turns, receivers, turns) == pytest.approx(turns * receivers)
+def test_nodes_that_are_places_by_themselves_send_to_all():
+    """Six of one region and three of another, all as much."""
+    i, k, part = node_pairs(6, 3, 1, 1, every=True)
+    assert sorted(zip(i.tolist(), k.tolist(), strict=True)) == list(np.ndindex(6, 3))
+    assert part == pytest.approx(np.full(18, 1 / 18))
+
+
+@given(nodes=REGIONS, most=st.integers(1, 9))
+def test_as_many_pairs_of_nodes_share_a_sum_as_turns_let_meet(nodes, most):
+    """No fewer than the larger of two regions has nodes. Of two regions all pairs, where one has no more nodes than may
+    meet; else at least as many of these as nodes of the larger. Both ways alike."""
+    a, b = nodes[:2]
+    first, second = turns_of(np.array(nodes), most).tolist()[:2]
+    pairs = pairs_at_once(a, b, first, second)
+    assert max(a, b) * (1 - 1e-9) <= pairs <= a * b * (1 + 1e-9)
+    assert pairs == pytest.approx(pairs_at_once(b, a, second, first))
+    first, second = turns_of(np.array([a, b]), most).tolist()
+    pairs = pairs_at_once(a, b, first, second)
+    assert pairs >= min(a * b, most * max(a, b)) * (1 - 1e-9)
+    assert most < min(a, b) or pairs == pytest.approx(a * b)
 
 
 @given(nodes=st.lists(st.integers(0, 60), min_size=1, max_size=8), most=st.integers(1, 7))
-def test_regions_take_as_many_turns_as_help(nodes, most):
-    """One where nobody would meet more, or lanes would be too many; else no fewer than regions, so that none turn
-    alike, and no more than it takes to have as many as asked for, or as the second largest region has nodes."""
-    turns = turns_between(np.array(nodes), most)
-    regions, second = sum(n > 0 for n in nodes), sorted([0, *nodes])[-2]
-    enough = min(t for t in TURNS if t >= max(regions, min(second, most)))
-    fits = [t for t in TURNS if regions <= t <= enough and t * sum(nodes) <= MOST_LANES]
-    assert turns == (max(fits, default=1) if min(second, most) > 1 else 1)
+def test_regions_deal_out_in_turns_for_all_others(nodes, most):
+    """As many as let the largest other one meet enough or all, up to twice, or three times where it is all; who has no
+    part, or nobody to add up for, in one. Who is in no sum changes nothing."""
+    for a, turns in enumerate(turns_of(np.array(nodes), most)):
+        largest = max([*nodes[:a], *nodes[a + 1 :], 1])
+        fewest = min(largest, math.ceil(most * max(nodes[a], largest) / nodes[a])) if nodes[a] else 1
+        assert fewest <= turns <= (3 if fewest == largest else 2) * fewest
+        assert largest > 1 or turns == 1
+        if nodes[a]:
+            assert turns == turns_of_region([*nodes, 0, 0], a, most)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pairs"), [([4, 3, 3], 9), ([18, 7, 14], 96.2), ([18, 14, 7], 96.2), ([20, 6, 9], 52.68), ([3, 7, 2], 6)]
+)
+def test_two_smaller_regions_share_as_evenly_as_with_the_largest(nodes, pairs):
+    """Turns of a region are for all others, not for the largest alone: nearly k l pairs of k and l nodes."""
+    turns = turns_of(np.array(nodes), 7).tolist()
+    a, b = sorted(range(3), key=lambda r: nodes[r])[:2]
+    assert pairs_at_once(nodes[a], nodes[b], turns[a], turns[b]) == pytest.approx(pairs, rel=1e-3)
+
+
+@settings(deadline=None, max_examples=cases(60))
+@given(nodes=REGIONS, most=st.sampled_from((1, 3, 7)))
+@example(nodes=[24, 24], most=7)
+@example(nodes=[6, 24, 3], most=7)
+def test_no_leader_is_said_to_have_more_messages_than_the_busiest(nodes, most):
+    """With whoever adds up of its stretch, and whoever has a stretch of what it adds up, both rounds each. Two regions
+    in one: of nodes that meet in one half few meet in the other, and they may have twice as many as is said."""
+    given, added, turns = halves_of(nodes, most)
+    two = 2 * ((given > 0).sum(axis=1) + (added > 0).sum(axis=1))
+    one = 2 * ((given > 0) | (added > 0)).sum(axis=1)
+    for rounds, exact, least in ((2, two, 0.5), (1, one, 0.35)):
+        said = messages_of_leader(*nodes[:2], *turns, rounds)
+        assert said <= exact.max() * (1 + 1e-9)
+        assert most < 7 or said >= least * exact.max()
+    assert messages_of_leader(1, 1, *turns, 1) == 2
 
 
 @given(

@@ -52,7 +52,7 @@ def test_the_workers_of_both_stages_sum_it_once():
     Each stage sums what else it holds, as if the weight were none of it."""
     ends = (0, 1), (2, 3)
     once = plan_on(ends)[2]
-    pairs = pairs_at_once(2, 2, 2)
+    pairs = pairs_at_once(2, 2, 2, 2)
     across_s = LATENCY_S + TIED * 4 / min(RATE * pairs, 2 * CARD)
     assert once.tied.across_s == pytest.approx(across_s)
     assert once.tied.region_s == pytest.approx(TIED * 4 / CARD, rel=0.2)

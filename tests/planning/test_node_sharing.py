@@ -135,6 +135,32 @@ def test_nodes_that_pack_share_pairs_as_places_by_themselves(decoder, inside):
     assert found == pytest.approx([last_end_s(begin_s, busy_s).max() for busy_s in busy])
 
 
+@settings(max_examples=cases(25), deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_stages_wait_for_the_few_nodes_that_they_share_in_large_regions(seed):
+    """Two or three stages one after another over many nodes: one or two of these in each region are of several stages,
+    and wherever among a stage's own they are, pairs of them are free when they are in the plan."""
+    rng, sizes, limits = np.random.default_rng(seed), (12, 9, 20), Constraints(compressions=("none",))
+    cluster, batch = cluster_of([[("a100-40gb", n, 4)] for n in sizes]), Batch(global_batch=1024, seq_len=64)
+    decoder = Decoder(Problem(cluster=cluster, model=small_gpt(), batch=batch, constraints=limits))
+    n = int(rng.integers(2, 4))
+    workers = np.zeros((n, len(decoder.classes)), dtype=np.int64)
+    for pool, most in enumerate(sizes):
+        counts = rng.multinomial(int(4 * most * rng.uniform(0.4, 0.9)), rng.dirichlet(np.full(n, 3)))
+        workers[:, decoder.classes.index((pool, 1))] = np.maximum(counts, 1)
+    x, begin_s = Allocation(workers=workers, micro_batch_size=1), np.sort(rng.uniform(0, 2, n))[::-1]
+    plan = decoder.decode(x, relax=False, cuts=(FIRST,))
+    assert [stage.width for stage in plan.stages] == workers.sum(axis=1).tolist()
+    decoder.fluid_s(x)
+    work, times = decoder._work(n), decoder.step_times(plan)
+    work.reduction.wire_bytes[:n] = [of.wire_bytes for of in times.reductions]
+    turns, n_bytes = decoder.problem.runtime.sum_turns, work.reduction.card_bytes[:n]
+    busy = busy_on_shared(plan, times.place, decoder.tables.links, times.reductions, n_bytes, turns)
+    exact_s = last_end_s(begin_s, busy[1]).max()
+    found_s = free_s(decoder.bank(x.setting), work, n, begin_s, np.zeros(n))[1]
+    assert found_s == (pytest.approx(exact_s) if np.isfinite(exact_s) else 0)
+
+
 def test_two_stages_on_one_node_pair_take_turns(decoder):
     """Both have a worker on one node of each of two regions: begun at 0, the link is free when it has passed both."""
     workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from polygon_comm.accelerator import Accelerator
-from polygon_comm.reduction import SumGroup, members_of
+from polygon_comm.members import members_of
+from polygon_comm.reduction import SumGroup
 from polygon_comm.transport import Wires
 from torch import nn
 from torch.distributed import HashStore
