@@ -48,6 +48,20 @@ SPECIAL = (
     "classes",
 )
 """Fields of a model that a plain GPT, Llama or vision transformer leaves at their defaults."""
+OR_ZERO = (
+    "window",
+    "value_dim",
+    "encoder_blocks",
+    "predicted_ahead",
+    "classes",
+    "experts",
+    "shared_experts",
+    "dense_blocks",
+    "image_size",
+    "patch_size",
+    "channels",
+)
+"""Sizes of which a model may have none."""
 
 BYTES_PER_ELEMENT = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Of what a matrix product reads, by the precision of a batch."""
@@ -144,7 +158,7 @@ class Model:
             require_size(getattr(self, name), f"model.{name}", at_most=most)
         for name in ("norms", "expert_every"):
             require_size(getattr(self, name), f"model.{name}")
-        for name in ("window", "value_dim", "encoder_blocks", "predicted_ahead", "dense_blocks", "classes"):
+        for name in OR_ZERO:
             require_size(getattr(self, name), f"model.{name}", or_zero=True)
         require(self.family in FAMILIES, "model.family", self.family, "gpt, llama, vit or other")
         require(

@@ -126,6 +126,9 @@ def test_what_attention_keeps_by_hand():
         ({"encoder_blocks": 4}, r"model.encoder_blocks: found 4, expected 0\.\.3"),
         ({"norms": 0}, "model.norms: found 0, expected a whole number >= 1"),
         ({"window": -1}, "model.window: found -1, expected a whole number >= 0"),
+        ({"experts": -1}, "model.experts: found -1, expected a whole number >= 0"),
+        ({"shared_experts": -1}, "model.shared_experts: found -1, expected a whole number >= 0"),
+        ({"patch_size": -1}, "model.patch_size: found -1, expected a whole number >= 0"),
         ({"blocks": True}, "model.blocks: found True, expected a whole number >= 1"),
     ],
 )
