@@ -40,10 +40,16 @@ def make_parser() -> ProgramParser:
     """The command line."""
     parser = ProgramParser("train", __doc__)
     parser.add_argument("recipes", type=Path, nargs="+", metavar="recipe", help="YAML, see instances/recipes")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--table",
         action="store_true",
         help="run all the recipes, each also on one process and with its memory followed, and print a table",
+    )
+    instead.add_argument(
+        "--check",
+        action="store_true",
+        help="run nothing: parameters and predicted memory of every stage (exit 3 where a device has too little)",
     )
     parser.add_argument(
         "--set",
@@ -51,11 +57,6 @@ def make_parser() -> ProgramParser:
         default=[],
         metavar="KEY=VALUE",
         help="a field of the recipe to set otherwise, as parallel.dp=4; may be repeated",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="run nothing: parameters and predicted memory of every stage (exit 3 where a device has too little)",
     )
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the recipe's)")
     parser.add_argument("-o", "--out", type=Path, help="where logs go (default: out/<recipe>-<time>)")

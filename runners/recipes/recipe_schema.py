@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Lt
 from pydantic import Field
 
 from polygon.domain.errors import InputError, located, one_of
@@ -142,7 +142,7 @@ class LoraPart(Strict):
 
     rank: Count = 8
     alpha: Positive = 16.0
-    dropout: NotNegative = 0.0
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     targets: tuple[Name, ...] = Field(("query", "value"), strict=False)
     """Last parts of the names of the blocks' linear layers that get one."""
     adapter: Name | None = None

@@ -92,6 +92,9 @@ def test_scaling_shows_the_mfu_of_runs(alone, capsys):
         ("validation={every: 2, path: x.json}", "data.tokenizer: found none, expected one for both"),
         ("checkpoint={folder: /proc/x}", "checkpoint.folder: /proc/x: cannot be made: No such file or directory"),
         ("model.weights=nowhere", "found no folder"),
+        ("lora={dropout: 1.5}", "lora.dropout: found 1.5, expected a number >= 0 and < 1"),
+        ("lora={dropout: 1}", "lora.dropout: found 1, expected a number >= 0 and < 1"),
+        ("lora={dropout: 0.5}", "lora.dropout: found 0.5, expected 0 (what it drops would depend on the plan)"),
     ],
 )
 def test_mistakes_are_one_line(setting, message, tmp_path, capsys):
@@ -102,3 +105,20 @@ def test_mistakes_are_one_line(setting, message, tmp_path, capsys):
     assert main([str(recipe), "--set", setting, "-o", str(tmp_path / "out"), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
     assert message in err and len(err.strip().splitlines()) == 1 and out == ""
+
+
+def test_a_table_is_not_a_check(capsys):
+    """Asked for both, nothing runs and nothing is passed over: one line says so."""
+    with pytest.raises(SystemExit, match="2"):
+        main([TINY, "--table", "--check"])
+    out, err = capsys.readouterr()
+    assert err == "train: argument --check: not allowed with argument --table\n" and out == ""
+
+
+def test_a_plan_takes_no_adapter(tmp_path, capsys):
+    """Neither the engine nor a plan start from peft's files: it is said, not left out."""
+    words = ["--set", "lora={adapter: somewhere}", "-o", str(tmp_path / "out"), "--device", "cpu"]
+    assert main([TINY, *words]) == 2
+    assert "lora.adapter: found with backend engine, expected backend ddp or deepspeed" in capsys.readouterr().err
+    assert main([TINY, *words, "--set", "backend=plan", "--set", "plan=none.json"]) == 2
+    assert "lora.adapter: found with backend plan, expected backend ddp or deepspeed" in capsys.readouterr().err

@@ -42,6 +42,9 @@ def problem_and_plan(job: Job) -> tuple[Problem, Plan]:
     recipe = job.recipe
     model = model_of(recipe.model, job.folder)
     batch = batch_of(recipe, model)
+    if recipe.lora is not None and recipe.lora.adapter is not None:
+        raise InputError(f"lora.adapter: found with backend {recipe.backend}, expected backend ddp or deepspeed")
+    _additions_of(recipe)
     if recipe.plan is not None:
         problem, plan, _ = read_plan(beside(job.folder, recipe.plan))
         problem = Problem(cluster=problem.cluster, model=model, batch=batch)
@@ -52,8 +55,6 @@ def problem_and_plan(job: Job) -> tuple[Problem, Plan]:
             raise InputError(f"plan: found a global batch of {found}, expected {batch.global_batch}")
         return problem, plan
     parallel = recipe.parallel
-    if recipe.lora is not None and recipe.lora.adapter is not None:
-        raise InputError("lora.adapter: found with backend engine, expected backend ddp or deepspeed")
     if batch.global_batch % (parallel.dp * recipe.batch.micro_batch):
         raise InputError(
             f"batch.global_batch: found {batch.global_batch}, expected a multiple of dp x micro_batch = "
@@ -92,6 +93,10 @@ def equal_devices(recipe: Recipe) -> Cluster:
         return cluster_from_data({"name": recipe.name, "regions": [{"name": "here", "nodes": [node]}]}, recipe.name)
 
 
+def _additions_of(recipe: Recipe) -> Lora | None:
+    return None if recipe.lora is None else Lora(**recipe.lora.additions)
+
+
 def options_of(job: Job, log_dir: Path | None = None) -> Options:
     """The engine's options."""
     recipe, rate = job.recipe, job.recipe.optimizer
@@ -107,7 +112,7 @@ def options_of(job: Job, log_dir: Path | None = None) -> Options:
         clip_norm=rate.clip_norm or None,
         balance=rate.balance,
         weights=None if recipe.model.weights is None else beside(job.folder, recipe.model.weights),
-        lora=None if recipe.lora is None else Lora(**recipe.lora.additions),
+        lora=_additions_of(recipe),
         offload_optimizer=recipe.memory.offload != "none",
         seed=recipe.seed,
         checkpoint_dir=None if saved is None else beside(job.folder, saved.folder),
