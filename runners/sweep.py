@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 
 from polygon.commands import cli
-from polygon.domain.errors import InputError, require
+from polygon.domain.errors import InputError, located, require
 from polygon.domain.plan import Plan
-from polygon.formats.files import write_text
+from polygon.formats.files import make_folder, write_text
 from polygon.grid3d.spread import BACKENDS, spread
 from runners.sweeps import best_known
 from runners.sweeps import sweep_summary as report
@@ -70,13 +70,18 @@ class Task:
         return self.instance, self.method, self.seed, self.evaluations, self.time_limit_s
 
 
+def _names(text: str | None) -> list[str]:
+    """Each once: what is named twice is no second run."""
+    return list(dict.fromkeys(text.split(","))) if text else []
+
+
 def tasks(chosen: Suite, args: argparse.Namespace) -> list[Task]:
     """Every run that is asked for: bounds first, then seed by seed, so that a sweep cut short compares all methods."""
-    methods = args.methods.split(",") if args.methods else list(chosen.chosen or chosen.methods)
+    methods = _names(args.methods) or list(chosen.chosen or chosen.methods)
     for method in methods:
         if method not in chosen.methods:
             raise InputError(f"--methods: found {method!r}, expected some of {sorted(chosen.methods)}")
-    instances = args.instances.split(",") if args.instances else list(chosen.instances)
+    instances = _names(args.instances) or list(chosen.instances)
     for instance in instances:
         if instance not in chosen.instances:
             raise InputError(f"--instances: found {instance!r}, expected some of {sorted(chosen.instances)}")
@@ -165,7 +170,6 @@ def sweep(todo: list[Task], record: Path, *, quiet: bool, **where: Any) -> list[
     others; when that ends `MOST_DEATHS` times without a run more, the error is raised.
     """
     done = {_key(row): row for row in _recorded(record)}
-    record.parent.mkdir(parents=True, exist_ok=True)
     deaths = 0
     while missing := [task for task in todo if task.key not in done]:
         before = len(done)
@@ -241,6 +245,8 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out or Path("sweeps") / args.suite)
     where = {"backend": args.backend, "scheduler": args.scheduler, "jobs": args.workers or -1, "lot": LOT}
     todo = tasks(chosen, args)
+    with located("--out: "):
+        make_folder(out)
     with cli.interrupted_by_signals() as asked:
         rows = sweep(todo, out / "runs.jsonl", quiet=args.quiet, **where)
     if todo and not rows:

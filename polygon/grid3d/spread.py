@@ -42,10 +42,12 @@ def spread(
     Raises
     ------
     InputError
-        For a backend whose package is missing, or a scheduler that does not answer.
+        For a backend whose package is missing, or a scheduler that does not answer or is not asked.
     """
     if backend not in BACKENDS:
         raise InputError(f"backend: found {backend!r}, expected {' or '.join(BACKENDS)}")
+    if scheduler is not None and backend != "dask":
+        raise InputError(f"scheduler: found {scheduler!r} with backend {backend}, expected it with backend dask alone")
     if backend == "serial" or jobs == 1:
         yield from map(work, items)
         return

@@ -132,3 +132,27 @@ def test_wrong_names_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.Capt
         message = capsys.readouterr().err
         assert message.count("\n") == 1 and "nonsense" in message
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file in its place, or none that may be made: said before anything is run."""
+    (tmp_path / "file").touch()
+    for out, said in ((tmp_path / "file", "File exists"), (Path("/proc/x"), "No such file or directory")):
+        arguments = ["ptafm", "--instances", "7dc-genetic", "--evaluations", "20", "--no-plots", "-o", str(out)]
+        assert cli.run(sweep.main, [*arguments, "--backend", "serial"]) == cli.EXIT_BAD_INPUT
+        assert capsys.readouterr().err == f"--out: {out}: cannot be made: {said}\n"
+
+
+def test_a_method_named_twice_is_run_once() -> None:
+    """And counted once: the same run is no further evidence."""
+    words = ["ptafm", "--seeds", "2", "--instances", "7dc-genetic,7dc-genetic", "--methods", "genetic,genetic"]
+    todo = sweep.tasks(suites.suite("ptafm", []), sweep._parser().parse_args(words))
+    assert [(task.method, task.seed) for task in todo if task.method == "genetic"] == [("genetic", 0), ("genetic", 1)]
+
+
+def test_a_scheduler_that_would_not_be_asked_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only Dask has one: another backend would compute here, and not on the cluster that was meant."""
+    arguments = ["ptafm", "--instances", "7dc-genetic", "--evaluations", "20", "--no-plots", "-o", str(tmp_path)]
+    assert cli.run(sweep.main, [*arguments, "--scheduler", "tcp://10.0.0.1:8786"]) == cli.EXIT_BAD_INPUT
+    said = "scheduler: found 'tcp://10.0.0.1:8786' with backend processes, expected it with backend dask alone\n"
+    assert capsys.readouterr().err.endswith(said)
