@@ -494,8 +494,8 @@ def room_of_sums(plan: Plan, place: Placement, stage: int, links: LinkTable, run
     A leader packs as much of the gradient as falls to it where the nodes of a place share it out (of low-rank factors
     one node leads all). While the sum of a layer is under way it holds what it sends and hears of its part: whole
     versions of all places, or of three parts each but its own (`polygon_comm.reduction.SumGroup.buffer_bytes`); and
-    where others are in its region, a version of theirs, and its own in the order of who leads what of it, where several
-    nodes of a place do.
+    where others are in its region, a version of theirs; and its own in the order of who leads what of it, where several
+    nodes of some place do.
     """
     mine, own = place.members(stage), place.derived.get(("standing", stage))
     _, places = own or place.derived.setdefault(("standing", stage), _standing(place, stage, links))
@@ -511,11 +511,10 @@ def room_of_sums(plan: Plan, place: Placement, stage: int, links: LinkTable, run
         heard = count if count == 2 or mode == "powersgd" else (3 * count - 2) / count
         ratio = packed_bytes(1e6, 4, mode) / 4e6
         leaders = places.nodes[np.searchsorted(places.regions, region)] if mode != "powersgd" else 1
-        near = (np.bincount(region)[region] * place.cp[stage] > 1).astype(float)
-        if count > 1 and mode != "powersgd" and places.nodes.max() > 1:
-            near *= 2
+        near = np.bincount(region)[region] * place.cp[stage] > 1
+        arranged = float(count > 1 and mode != "powersgd" and places.nodes.max() > 1)
         on_host = np.array([pool.device.is_cpu for pool in links.cluster.pools])[place.pool[mine]]
-        held[2] = on_host * (near + (heard * ratio / leaders if count > 1 else 0.0))
+        held[2] = on_host * (near + arranged + (heard * ratio / leaders if count > 1 else 0.0))
     return [SumsRoom(*row) for row in held.T.tolist()]
 
 

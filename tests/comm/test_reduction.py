@@ -316,10 +316,17 @@ def test_what_was_announced_is_not_asked_for_again(ranks, codec, rounds):
     assert run_ranks(posted_on_rank, ranks, ranks, codec) == [[once, once, 2 * once]] * ranks
 
 
-def buffers_on_rank(rank, port, region_of, codec):
+def buffers_on_rank(rank, port, region_of, codec, node_of=None):
     """Bytes that a sum is said to need on a rank, that it hears, and that its vector has once packed."""
     store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
-    members = members_of("test", range(len(region_of)), dict(enumerate(region_of)), None, codec)
+    members = members_of(
+        "test",
+        range(len(region_of)),
+        dict(enumerate(region_of)),
+        node_of,
+        codec,
+        turns=partial(turns_of_region, most=7),
+    )
     peers = {b if a == rank else a: 1 for a, b in members.leader_pairs() if rank in (a, b)}
     wires = CountedWires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     group, vector, shapes = SumGroup(members, wires), contribution(rank, 0), [(ELEMENTS // 50, 50)]
@@ -341,11 +348,11 @@ def test_buffers_of_a_sum_are_what_a_leader_hears_and_sends(region_of, codec):
         assert needs == pytest.approx(near + leads * (heard + packed), rel=0.05)
 
 
-def heard_in_plan(region_of, codec):
+def heard_in_plan(region_of, codec, apart):
     """Bytes of buffers per byte of gradient that the price of a plan has for each rank, the ranks of a region on one
-    node of processors."""
+    node of processors, or on one each."""
     counts = [region_of.count(r) for r in sorted(set(region_of))]
-    cluster = cluster_of([[("cpu-core", 1, count)] for count in counts])
+    cluster = cluster_of([[("cpu-core", count, 1) if apart else ("cpu-core", 1, count)] for count in counts])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=8, seq_len=64, precision="fp32"))
     workers = tuple(Worker(pool=r, devices=(rank,)) for rank, r in enumerate(region_of))
     stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=workers),)
@@ -363,14 +370,23 @@ def heard_in_plan(region_of, codec):
 
 
 @pytest.mark.parametrize(
-    ("region_of", "codec"),
-    [((0, 1), "none"), ((0, 1, 2), "int8"), ((0, 1, 2, 3), "none"), ((0, 0, 1), "int8"), ((0, 0), "none")],
+    ("region_of", "codec", "apart"),
+    [
+        ((0, 1), "none", False),
+        ((0, 1, 2), "int8", False),
+        ((0, 1, 2, 3), "none", False),
+        ((0, 0, 1), "int8", False),
+        ((0, 0), "none", False),
+        ((0, 0, 1), "int8", True),
+        ((0, 0, 1, 2, 2), "none", True),
+    ],
 )
-def test_memory_has_the_buffers_of_sums_under_way(region_of, codec):
+def test_memory_has_the_buffers_of_sums_under_way(region_of, codec, apart):
     """As much as ranks say that a sum needs (`SumGroup.buffer_bytes`, what they hear and send); who leads nothing is
     taken for who leads. As many sums are under way as the line lets be."""
-    ranks = run_ranks(buffers_on_rank, len(region_of), region_of, codec)
-    for heard, (needs, _, _, leads) in zip(heard_in_plan(region_of, codec), ranks, strict=True):
+    node_of = dict(enumerate(range(len(region_of)))) if apart else None
+    ranks = run_ranks(buffers_on_rank, len(region_of), region_of, codec, node_of)
+    for heard, (needs, _, _, leads) in zip(heard_in_plan(region_of, codec, apart), ranks, strict=True):
         if leads or len(set(region_of)) == 1:
             assert needs == pytest.approx(heard * 4 * ELEMENTS, rel=0.05)
         assert needs <= heard * 4 * ELEMENTS * 1.05
