@@ -328,7 +328,7 @@ POLYGON = Runtime(
         "context": "runners/engine/context.py",
         "by_layer": "layers are summed one after another beside backward, runners/engine/gradients.py",
         "p2p_overlap": "threads send while the next micro-batch is computed, runners/engine/worker.py",
-        "sum_turns": "more than seven connections of a node to a region hardly help, comm/polygon_comm/reduction.py; "
+        "sum_turns": "more than seven connections of a node to a region hardly help, comm/polygon_comm/members.py; "
         "judgement",
         "message_s": "packed, sent or received, unpacked; measured by benchmarks/sum_messages.py",
         "tied_once": "a bucket and a group of its own, runners/engine/worker.py, runners/engine/rank_layout.py",
