@@ -199,6 +199,25 @@ def test_as_many_pairs_of_nodes_share_a_sum_as_turns_let_meet(nodes, most):
     assert most < min(a, b) or pairs == pytest.approx(a * b)
 
 
+@settings(deadline=None, max_examples=cases(30))
+@given(nodes=st.lists(st.integers(1, 12), min_size=2, max_size=4), most=st.integers(1, 7))
+@example(nodes=[18, 7, 14], most=7)
+def test_no_other_turns_share_out_more_evenly(nodes, most):
+    """Of those that may be taken, by what pairs of nodes really share: no fewer are as good, and none better."""
+    own, others = nodes[0], nodes[1:]
+
+    def worst(turns):
+        loads = [shared_of(own, n, turns).max() * min(own * n, most * max(own, n)) for n in others]
+        return max(1.0, *loads)
+
+    chosen, largest = turns_of_region(nodes, 0, most), max(others)
+    fewest = min(largest, math.ceil(most * max(own, largest) / own))
+    step = fewest if fewest == largest else 1
+    for turns in range(fewest, (3 if fewest == largest else 2) * fewest + 1, step):
+        assert worst(turns) >= worst(chosen) - 1e-8
+        assert turns >= chosen or worst(turns) > worst(chosen) + 1e-12
+
+
 @given(nodes=st.lists(st.integers(0, 60), min_size=1, max_size=8), most=st.integers(1, 7))
 def test_regions_deal_out_in_turns_for_all_others(nodes, most):
     """As many as let the largest other one meet enough or all, up to twice, or three times where it is all; who has no
