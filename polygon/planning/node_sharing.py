@@ -415,38 +415,18 @@ def _pair_free_s(
     while e != NONE:
         other = hosts.first[s, b] if hosts.above[e] != NONE else NONE
         while other != NONE:
-            if hosts.above[other] != NONE:
-                free = _nodes_free_s(hosts, nodes, n, s, a, b, e, other, wire_bytes, s_per_byte, begin_s, tail_s)
-                latest = max(latest, free)
+            end, tail, users = 0.0, 0.0, 0
+            for t in range(n - 1, s - 1, -1) if hosts.above[other] != NONE else range(0):
+                part = _part_of_pair(hosts, nodes, t, a, b, hosts.node[e], hosts.node[other])
+                if part > 0:
+                    end = max(end, begin_s[t]) + _sent_bytes(hosts, t, a, b, wire_bytes[t]) * part * s_per_byte
+                    tail = max(tail, tail_s[t])
+                    users += 1
+            if users > 1:
+                latest = max(latest, end + tail)
             other = hosts.following[other]
         e = hosts.following[e]
     return latest
-
-
-@inner
-def _nodes_free_s(
-    hosts: Hosts,
-    nodes: np.ndarray,
-    n: int,
-    s: int,
-    a: int,
-    b: int,
-    e: int,
-    other: int,
-    wire_bytes: np.ndarray,
-    s_per_byte: float,
-    begin_s: np.ndarray,
-    tail_s: np.ndarray,
-) -> float:
-    """`_pair_free_s` of the nodes of an entry in region a and another in b; 0 where only one stage uses them."""
-    end, tail, users = 0.0, 0.0, 0
-    for t in range(n - 1, s - 1, -1):
-        part = _part_of_pair(hosts, nodes, t, a, b, hosts.node[e], hosts.node[other])
-        if part > 0:
-            end = max(end, begin_s[t]) + _sent_bytes(hosts, t, a, b, wire_bytes[t]) * part * s_per_byte
-            tail = max(tail, tail_s[t])
-            users += 1
-    return end + tail if users > 1 else 0.0
 
 
 @inner
