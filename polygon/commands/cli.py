@@ -416,6 +416,17 @@ def out_file(text: str) -> str:
     return text
 
 
+def picture_file(text: str) -> str:
+    """An argparse type: an `out_file` whose name ends as a picture does that matplotlib, which must be there, draws."""
+    from polygon.messages.figures import check_picture
+
+    try:
+        check_picture(out_file(text))
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def whole(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
     """An argparse type: a whole number within limits."""
     limits = f">= {at_least}" if at_most is None else f"in {at_least}..{at_most}"

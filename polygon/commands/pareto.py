@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
 from polygon.domain.errors import InputError
-from polygon.messages.figures import new_figure
 
 if TYPE_CHECKING:
     from polygon.api.plans import Plan
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--energy", action="store_true", help="energy as the third thing to weigh")
     picture = "picture of the front (PNG, SVG or PDF; needs matplotlib)"
-    parser.add_argument("--plot", type=cli.out_file, metavar="FILE", help=picture)
+    parser.add_argument("--plot", type=cli.picture_file, metavar="FILE", help=picture)
     parser.add_argument("--plans", metavar="FOLDER", help="write every plan of the front there")
     args = parser.parse_args(argv)
 
@@ -40,8 +39,6 @@ def main(argv: list[str] | None = None) -> int:
 
     problem, groups = cli.read_task(args, "pareto")
     problem = limited(problem, args)
-    if args.plot:
-        new_figure(1, 1, "--plot")  # a search in vain would end in the word that matplotlib is missing
     if args.plans:
         files.make_folder(args.plans)
 

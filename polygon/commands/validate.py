@@ -42,7 +42,8 @@ def parser() -> cli.CommandParser:
     made.add_argument("--network", metavar="FILE", help="measured links (sailor_network format)")
     made.add_argument("--dataset", action="append", metavar="NAME", help="only this data set; may be repeated")
     made.add_argument("--by", choices=tuple(BREAKDOWNS), default="dataset", help="what rows are told apart by")
-    made.add_argument("--plot", type=cli.out_file, metavar="FILE", help="scatter plot (PNG) of predicted over measured")
+    picture = "scatter plot of predicted over measured (PNG, SVG or PDF)"
+    made.add_argument("--plot", type=cli.picture_file, metavar="FILE", help=picture)
     made.add_argument("--errors", type=cli.out_file, metavar="FILE", help="write the errors that intervals are made of")
     made.add_argument("--update", metavar="FILE", help=f"replace the table between {BEGIN} and {END} in this file")
     return made

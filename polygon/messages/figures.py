@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polygon.domain.errors import InputError
@@ -41,3 +42,10 @@ def new_figure(width_inches: float, height_inches: float, wanted_by: str) -> Fig
     figure = Picture(figsize=(width_inches, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def check_picture(path: str) -> None:
+    """Raise `InputError` where matplotlib is missing or would refuse a file name's ending: before the work for it."""
+    kinds = new_figure(1, 1, path).canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in kinds:
+        raise InputError(f"{path}: found no ending of a picture, expected .png, .svg or .pdf")

@@ -70,3 +70,15 @@ def test_pareto_of_what_cannot_be_is_exit_3(task, capsys):
     """No plan before the deadline, however long one searches: the reason on stderr."""
     assert pareto([*task, "--deadline", "1e-6", "--time-limit", "0.5"]) == 3
     assert "are allowed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["front.foo", "front"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_search(name, task, tmp_path, capsys, monkeypatch):
+    """By the ending of its name, in one line; matplotlib would find it after the search."""
+    monkeypatch.setattr("polygon.commands.cli.read_task", None)  # nothing is read yet
+    with pytest.raises(SystemExit) as stop:
+        pareto([*task, "--plot", str(tmp_path / name)])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--plot: {tmp_path / name}: found no ending of a picture, expected .png, .svg or .pdf" in said
+    assert said.count("\n") == 1
