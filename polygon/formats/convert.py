@@ -22,7 +22,7 @@ from polygon.domain.plan import Constraints, Problem, StageRule
 from polygon.domain.runtime import Runtime
 from polygon.formats import catalogue, default_links
 from polygon.formats.catalogue import GB, GBPS, GIB, MS, TFLOP
-from polygon.formats.schema import MOST_GBPS, ClusterSpec, LinkSpec, NodeSpec, ProblemSpec, RegionSpec
+from polygon.formats.schema import LEAST_GBPS, MOST_GBPS, ClusterSpec, LinkSpec, NodeSpec, ProblemSpec, RegionSpec
 
 DEFAULT_INTRA_REGION = Link(latency_s=0.5 / MS, bytes_per_s=10 * GBPS)
 """Between nodes of a region where a file says nothing: 10 Gbit/s Ethernet, what most clouds give a node at least."""
@@ -198,6 +198,9 @@ def _matrices(spec: ClusterSpec, names: list[str]) -> tuple[np.ndarray, np.ndarr
     latency_ms[np.isnan(latency_ms)] = 0.0
     below = Message("expected.number_below", limit=MOST_GBPS)
     require(bool((gbps < MOST_GBPS).all()), "bandwidth_gbps", float(gbps.max()), below)
+    slowest = float(gbps.min(where=gbps > 0, initial=math.inf))
+    above = Message("expected.number_above", limit=LEAST_GBPS)
+    require(slowest > LEAST_GBPS, "bandwidth_gbps", slowest, above)  # 0 is no link
     return latency_ms / MS, gbps * GBPS, capacity_gbps * GBPS, said
 
 

@@ -65,8 +65,6 @@ Name = Annotated[str, MinLen(1), AfterValidator(_seen)]
 Pair = Annotated[list[Name], Len(2, 2)]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Matrix = Annotated[list[Annotated[list[NotNegative | None], FIRST_FAULT]], FIRST_FAULT]
-Capacities = Annotated[list[Annotated[list[Positive | None], FIRST_FAULT]], FIRST_FAULT]
-"""No capacity is no link, and `Matrix` says so of the rate."""
 
 
 class Strict(BaseModel):
@@ -83,19 +81,29 @@ def _refuse(found: str | Message, expected: str | Message) -> PydanticCustomErro
     return PydanticCustomError("polygon", "refused", {"found": found, "expected": expected})
 
 
-MOST_GBPS = 1e6
-"""Rate that no link has, a hundred times that of the fastest fabric of a device: bytes or bits were meant."""
-Rate = Annotated[float, Gt(0), Lt(MOST_GBPS)]
+LEAST_GBPS, MOST_GBPS = 1e-9, 1e6
+"""Rates that no link has: a bit a second, and a hundred times that of the fastest fabric of a device (bytes or bits
+were meant)."""
+MOST_MS = 1e6
+"""Latency that no link has, of a quarter of an hour."""
+Rate = Annotated[float, Gt(LEAST_GBPS), Lt(MOST_GBPS)]
+Capacity = Annotated[float, Gt(LEAST_GBPS)]
+Capacities = Annotated[list[Annotated[list[Capacity | None], FIRST_FAULT]], FIRST_FAULT]
+"""No capacity is no link, and `Matrix` says so of the rate."""
+Latency = Annotated[float, Ge(0), Lt(MOST_MS)]
+Latencies = Annotated[list[Annotated[list[Latency | None], FIRST_FAULT]], FIRST_FAULT]
 MOST_TFLOPS, MOST_GIB, MOST_GB_PER_S = 1e6, 1e6, 1e6
 """What no device has, a hundred times the largest: FLOP/s, bytes or bytes/s were meant."""
+LEAST_OF_DEVICE = 1e-9
+"""Of these, what none has either: a byte, a byte/s, a thousand FLOP/s."""
 
 
 class LinkSpec(Strict):
     """A link inside a region: latency and bandwidth, or the name of a link of the catalogue."""
 
     link: Name | None = None
-    latency_ms: NotNegative | None = None
-    latency_us: NotNegative | None = None
+    latency_ms: Latency | None = None
+    latency_us: Latency | None = None
     bandwidth_gbps: Rate | None = None
     rdma: bool | None = None
 
@@ -146,11 +154,11 @@ EfficiencySpec = _from_dataclass("EfficiencySpec", MeasuredEfficiency)
 class DeviceSpec(Strict):
     """A type of accelerator, of the catalogue or of the user's own."""
 
-    memory_gib: Annotated[float, Gt(0), Lt(MOST_GIB)] | None = None
-    memory_gb: Annotated[float, Gt(0), Lt(MOST_GIB)] | None = None
-    tflops: dict[Precision, Annotated[float, Gt(0), Lt(MOST_TFLOPS)]]
+    memory_gib: Annotated[float, Gt(LEAST_OF_DEVICE), Lt(MOST_GIB)] | None = None
+    memory_gb: Annotated[float, Gt(LEAST_OF_DEVICE), Lt(MOST_GIB)] | None = None
+    tflops: dict[Precision, Annotated[float, Gt(LEAST_OF_DEVICE), Lt(MOST_TFLOPS)]]
     """Dense peak by precision [1e12 FLOP/s]."""
-    memory_bandwidth_gb_per_s: Annotated[float, Gt(0), Lt(MOST_GB_PER_S)]
+    memory_bandwidth_gb_per_s: Annotated[float, Gt(LEAST_OF_DEVICE), Lt(MOST_GB_PER_S)]
     power_w: NotNegative
     price_usd_per_hour: NotNegative = 0.0
     link: LinkSpec | None = None
@@ -190,7 +198,7 @@ class RegionSpec(Strict):
     latitude: Annotated[float, Ge(-90), Le(90)] | None = None
     longitude: Annotated[float, Ge(-180), Le(180)] | None = None
     egress_usd_per_gb: NotNegative = 0.0
-    egress_gbps: Positive | None = None
+    egress_gbps: Capacity | None = None
     intra_region: LinkSpec | None = None
 
 
@@ -200,9 +208,9 @@ class RegionLinkSpec(Strict):
     between: Pair | None = None
     from_region: Name | None = Field(default=None, alias="from")
     to_region: Name | None = Field(default=None, alias="to")
-    latency_ms: NotNegative
+    latency_ms: Latency
     bandwidth_gbps: Rate
-    capacity_gbps: Positive | None = None
+    capacity_gbps: Capacity | None = None
 
     @model_validator(mode="after")
     def _one_way_or_both(self) -> RegionLinkSpec:
@@ -227,7 +235,7 @@ class ClusterSpec(Strict):
     devices: dict[Name, DeviceSpec] = {}
     regions: Annotated[list[RegionSpec], MinLen(1), FIRST_FAULT]
     links: Annotated[list[RegionLinkSpec], FIRST_FAULT] = []
-    latency_ms: Matrix | None = None
+    latency_ms: Latencies | None = None
     bandwidth_gbps: Matrix | None = None
     capacity_gbps: Capacities | None = None
     defaults: Annotated[list[Name], FIRST_FAULT] = []

@@ -53,7 +53,7 @@ def test_as_a_process_of_its_own():
     file = FOLDER / "negative.yaml"
     command = [sys.executable, "-m", "polygon.init", str(file), "--model", "gpt-tiny", "--global-batch", "8"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    expected = f"{file}: links[0].bandwidth_gbps: found -3, expected a number > 0 and < 1000000\n"
+    expected = f"{file}: links[0].bandwidth_gbps: found -3, expected a number > 1e-09 and < 1000000\n"
     assert (run.returncode, run.stdout, run.stderr) == (2, "", expected)
 
 

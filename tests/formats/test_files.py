@@ -26,7 +26,7 @@ from polygon.formats.serialization import MOST_YAML, format_json, format_yaml, p
 from tests.nightly import cases
 from tests.small_problems import small_cluster, small_model, small_plan
 
-positive = st.floats(1e-3, 1e14)
+positive = st.floats(1e4, 1e14)
 links = st.builds(Link, latency_s=st.floats(0, 10), bytes_per_s=positive)
 devices = [
     Device(name="own", memory_bytes=16e9, flops={"fp32": 1.7e13, "bf16": 1e14}, memory_bytes_per_s=9e11, power_w=250.0),
