@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from polygon.cost.step_times import StepTimes
+from polygon.domain.cluster import EVERY_REGION
 from polygon.domain.message import Message
 from polygon.domain.plan import Constraints, Plan, Problem
 
@@ -111,7 +112,7 @@ def excesses(problem: Problem, bill: Bill) -> list[tuple[float, Message]]:
     compare(bill.usd_per_hour, limits.most_usd_per_hour, "limit.usd_per_hour")
     if limits.egress_bytes_per_step:
         for region, n_bytes in zip(problem.cluster.regions, bill.egress_bytes.tolist(), strict=True):
-            limit = limits.egress_bytes_per_step.get(region.name, limits.egress_bytes_per_step.get("*"))
+            limit = limits.egress_bytes_per_step.get(region.name, limits.egress_bytes_per_step.get(EVERY_REGION))
             if limit is not None and n_bytes > limit * (1 + 1e-9):
                 over = Message("limit.egress_bytes", region=region.name, value=n_bytes, limit=limit)
                 found.append((n_bytes / max(limit, 1.0) - 1, over))

@@ -21,6 +21,8 @@ from polygon.domain.message import Message
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 CPU_ARCHITECTURES = ("x86", "arm", "cpu")
+EVERY_REGION = "*"
+"""In constraints by region: every one that is not named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

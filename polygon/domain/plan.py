@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from polygon.domain.cluster import Cluster, Pool
+from polygon.domain.cluster import EVERY_REGION, Cluster, Pool
 from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.model import Batch, Model, check_sequence
 from polygon.domain.runtime import POLYGON, Runtime
@@ -116,7 +116,7 @@ class Problem:
         for i, rule in enumerate(limits.stage_rules):
             where = f"stage_rules[{i}]"
             named += [(f"{where}.only_regions", rule.only_regions), (f"{where}.never_regions", rule.never_regions)]
-        named.append(("egress_bytes_per_step", [name for name in limits.egress_bytes_per_step if name != "*"]))
+        named.append(("egress_bytes_per_step", [name for name in limits.egress_bytes_per_step if name != EVERY_REGION]))
         for label, names in named:
             for name in names:
                 require(name in regions, label, name, one_of(name, regions))

@@ -31,6 +31,7 @@ from pydantic_core import PydanticCustomError
 
 from polygon.domain import bench
 from polygon.domain.block import LatentAttention, LinearAttention, RotaryScaling
+from polygon.domain.cluster import EVERY_REGION
 from polygon.domain.efficiency import MeasuredEfficiency
 from polygon.domain.errors import InputError, one_of
 from polygon.domain.message import Message
@@ -190,10 +191,16 @@ class NodeSpec(Strict):
     price_usd_per_hour: NotNegative | None = None
 
 
+def _of_one_region(text: str) -> str:
+    if text == EVERY_REGION:
+        raise _refuse(repr(text), "another name: it stands for every region in constraints")
+    return text
+
+
 class RegionSpec(Strict):
     """A data center."""
 
-    name: Name
+    name: Annotated[Name, AfterValidator(_of_one_region)]
     nodes: Annotated[list[NodeSpec], MinLen(1), FIRST_FAULT]
     latitude: Annotated[float, Ge(-90), Le(90)] | None = None
     longitude: Annotated[float, Ge(-180), Le(180)] | None = None
