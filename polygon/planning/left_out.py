@@ -81,9 +81,13 @@ def _cost(decoder: Decoder, plan: Plan, pool: int, count: int, measure: Objectiv
         more = _part_more(measure.value(outcome.bill), measure.value(decoder.bill(plan)))
     if more < -0.001:
         return Message(f"idle.less_{measure.name}", part=-more)
+    if math.isinf(more):
+        return Message(f"idle.free_{measure.name}")
+    if more >= 1:
+        return Message(f"idle.times_{measure.name}", times=1 + more)
     return Message(f"idle.more_{measure.name}", part=more) if more > 0.001 else Message(f"idle.same_{measure.name}")
 
 
 def _part_more(value: float, base: float) -> float:
-    """How much more a value is than its base, as a part of the base (which is 0 where devices have no price)."""
-    return value / base - 1 if base > 0 else value
+    """How much more a value is than its base, as a part of the base; inf of 0, where devices have no price."""
+    return value / base - 1 if base > 0 else math.inf if value > 0 else 0.0

@@ -19,6 +19,7 @@ from polygon.domain.message import LANGUAGES, Message, Violation, message_from, 
 from polygon.formats.serialization import format_json, parse_json
 from polygon.planning.checker import violations
 from polygon.planning.left_out import MEASURES, LeftOut
+from polygon.planning.objectives import ENERGY, MONEY
 from tests.planning.test_checker import BROKEN, LAYERS, problem_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,8 @@ FAMILIES = {
     "memory.": [field.name for field in fields(MemoryBreakdown) if field.name != "context"],
     "loss.": list(TRAFFIC),
     "idle.more_": [measure.name for measure in MEASURES.values()],
+    "idle.times_": [measure.name for measure in MEASURES.values()],
+    "idle.free_": [MONEY.name, ENERGY.name],
     "idle.less_": [measure.name for measure in MEASURES.values()],
     "idle.same_": [measure.name for measure in MEASURES.values()],
 }
@@ -235,6 +238,11 @@ def test_broken_rules_name_the_place_as_the_file_does(kind, words):
     """Regions by their names, fields by their keys, and what would be right."""
     plan, asked, _ = BROKEN[kind]
     assert words in [str(violation) for violation in violations(problem_of(**asked), plan)]
+
+
+def test_a_huge_factor_reads_well():
+    """In times, with commas between thousands."""
+    assert str(Message("idle.times_time", times=49437.46)) == "the step would take 49,437.5 times as long with them"
 
 
 BEHAVIOUR = (

@@ -13,7 +13,7 @@ from polygon.messages.report import describe_left_out
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.left_out import left_out
 from polygon.planning.nearby import allocation_of, with_idle
-from polygon.planning.objectives import ENERGY, MONEY, TOKENS_PER_USD
+from polygon.planning.objectives import ENERGY, MONEY, STEP_TIME, TOKENS_PER_USD
 from tests.linked_regions import cluster_of, small_gpt
 
 REGIONS = ([("a100-40gb", 1, 4)], [("t4", 1, 2)])
@@ -45,12 +45,20 @@ def test_nothing_idle_no_reason():
 
 def test_far_slow_devices_would_lengthen_the_step():
     """Two T4 behind a thin link: named with what they would add."""
-    problem = problem_of(bytes_per_s=1e7)
+    problem = problem_of(bytes_per_s=1e9)
     found = reasons(problem, plan_on_first_region(problem))
     assert found.keys() == {("r1", "t4", 2)}
     assert found["r1", "t4", 2].kind == "idle.more_time" and found["r1", "t4", 2]["part"] > 0
     text = describe_left_out(left_out(problem, plan_on_first_region(problem), CostTables(problem)))
     assert "2 x t4" in text and "because" in text
+
+
+@pytest.mark.parametrize("objective", [STEP_TIME, MONEY, ENERGY])
+def test_what_would_take_many_times_as_long_is_said_in_times(objective):
+    """Two T4 behind a link of 80 kbit/s: thousands of per cent say nothing to people."""
+    problem = problem_of(bytes_per_s=1e4)
+    (row,) = left_out(problem, plan_on_first_region(problem), CostTables(problem), objective)
+    assert row.reason.kind == f"idle.times_{objective.name}" and row.reason["times"] > 2
 
 
 def test_devices_that_would_help_are_not_called_useless():
@@ -80,6 +88,16 @@ def test_devices_without_a_price_cost_nothing_more():
     free = replace(free, cluster=replace(free.cluster, regions=(region,)))
     (row,) = left_out(free, plan_on_first_region(free, devices=2), CostTables(free), MONEY)
     assert row.reason.kind == "idle.same_money"
+
+
+def test_a_plan_without_a_price_is_said_to_have_none():
+    """Own devices and rented ones: nothing is no base of a percentage."""
+    problem = problem_of()
+    own, rented = problem.cluster.regions
+    own = replace(own, node_groups=(replace(own.node_groups[0], price_usd_per_hour=0.0),))
+    problem = replace(problem, cluster=replace(problem.cluster, regions=(own, rented)))
+    (row,) = left_out(problem, plan_on_first_region(problem), CostTables(problem), MONEY)
+    assert row.reason.kind == "idle.free_money"
 
 
 def test_forbidden_and_unlinked_devices_are_called_so():
