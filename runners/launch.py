@@ -135,6 +135,9 @@ class LocalRanks(ABC):
         except PolygonError as error:
             say(str(error))
             code = 2 if isinstance(error, InputError) else 1
+        except MemoryError as error:
+            say(f"memory: {error or 'no more of it'}")
+            code = 3
         except BaseException:  # noqa: BLE001 - a bug in a rank is shown whole, then the rank ends
             import traceback
 
@@ -251,15 +254,20 @@ def make_parser() -> ProgramParser:
 
 def check_fits_here(problem: Problem, plan: Plan, options: Options) -> None:
     """Raise `InputError` for a plan whose ranks need more memory than this machine has, before it is taken down."""
-    on_gpus = options.device == "cuda" or (options.device == "auto" and Path("/dev/nvidia0").exists())
-    if on_gpus or options.model_file is not None:
-        return
-    needed = sum(peak.total_bytes for peak in predicted_peaks(problem, plan).values())
+    if options.model_file is None:
+        needed = sum(peak.total_bytes for peak in predicted_peaks(problem, plan).values())
+        remedy = "--rehearse runs the plan's shape with a small model"
+        check_memory_here(needed, plan.world_size, options.device, remedy)
+
+
+def check_memory_here(needed_bytes: float, ranks: int, device: str, remedy: str) -> None:
+    """Raise `InputError` for ranks on CPUs that need more memory than this machine has."""
+    on_gpus = device == "cuda" or (device == "auto" and Path("/dev/nvidia0").exists())
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > here:
+    if needed_bytes > here and not on_gpus:
         raise InputError(
-            f"memory: found {here / 1e9:,.0f} GB on this machine, expected the {needed / 1e9:,.0f} GB that "
-            f"{plan.world_size} ranks need (--rehearse runs the plan's shape with a small model)"
+            f"memory: found {here / 1e9:,.0f} GB on this machine, expected the {needed_bytes / 1e9:,.0f} GB that "
+            f"{ranks} ranks need ({remedy})"
         )
 
 
@@ -284,10 +292,12 @@ def run(
     from runners.engine.rank_layout import Layout
     from runners.engine.runnable import check_runnable
     from runners.engine.summary import summarise, write_trace
+    from runners.engine.trackers import check_trackers
 
     check_runnable(problem, plan, own_model=options.model_file is not None)
     if options.lora is not None:
         check_lora(problem.model, options.lora)
+    check_trackers(options.track)
     check_fits_here(problem, plan, options)
     read_data_once(problem, options)
     launcher = make(problem, plan, options)

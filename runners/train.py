@@ -28,9 +28,10 @@ from runners.data.prepared import writable_folder
 from runners.dist_runner import meeting_point
 from runners.engine.arguments import require_torch
 from runners.engine.summary import log_lines
-from runners.launch import LocalRanks, say
+from runners.engine.trackers import check_trackers
+from runners.launch import LocalRanks, check_memory_here, say
 from runners.recipes.backends import Job, Place, backend_of
-from runners.recipes.data import training_and_validation
+from runners.recipes.data import check_paths, training_and_validation
 from runners.recipes.models import batch_of, beside, model_of
 from runners.recipes.predicted_memory import measured_peaks, write_measured
 from runners.recipes.recipe_schema import BACKENDS, read_recipe
@@ -105,14 +106,20 @@ def be_rank(job: Job, place: Place) -> int:
 
 def prepare(job: Job, world_size: int) -> None:
     """Let mistakes be found once, not by every rank, and what is cached be there for all of them."""
+    from runners.data.samples import digest_of
     from runners.engine.device import check_devices
 
     check_devices(job.device, world_size)
+    check_trackers(job.recipe.metrics.trackers, job.recipe.metrics.wandb)
+    remedy = "shorter sequences, smaller micro-batches, or more machines under torchrun"
+    check_memory_here(backend_of(job).needed_bytes(job), world_size, job.device, remedy)
     writable_folder("--out", job.out)
     if job.recipe.checkpoint is not None:
         writable_folder("checkpoint.folder", beside(job.folder, job.recipe.checkpoint.folder))
     model = model_of(job.recipe.model, job.folder)
-    training_and_validation(job.recipe, model, batch_of(job.recipe, model).seq_len, job.folder)
+    for samples in training_and_validation(job.recipe, model, batch_of(job.recipe, model).seq_len, job.folder):
+        if samples is not None:
+            digest_of(samples)  # reads some
 
 
 def figures(job: Job, world_size: int, start_s: float) -> dict[str, Any]:
@@ -124,6 +131,7 @@ def figures(job: Job, world_size: int, start_s: float) -> dict[str, Any]:
 
 def run_here(job: Job) -> tuple[int, dict[str, Any]]:
     """Run all ranks on this machine; exit code and summary."""
+    check_paths(job.recipe, job.folder)
     backend = backend_of(job)
     ranks = RecipeRanks(job, backend.world_size(job))
     prepare(job, ranks.world_size)
@@ -181,6 +189,7 @@ def _check(job: Job, *, as_json: bool) -> int:
     from runners.recipes.backends import engine_backend as engine
     from runners.recipes.needs import format_needs, needs
 
+    check_paths(job.recipe, job.folder)
     if BACKENDS[job.recipe.backend] == "engine_backend":
         problem, plan = engine.problem_and_plan(job)
         rows = needs(problem, plan)

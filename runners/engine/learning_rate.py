@@ -53,8 +53,10 @@ class LearningRate:
         decays = self.schedule != "constant"
         require(not decays or most >= 1, "--warmup-steps", self.warmup_steps, f"less than all {self.steps} steps")
         found = self.decay_steps
-        expected = f"1..{most}, the steps after the warm-up, with --schedule wsd"
-        require(found is None or (self.schedule == "wsd" and 1 <= found <= most), "--decay-steps", found, expected)
+        expected = f"none with schedule {self.schedule} (wsd has them)"
+        require(found is None or self.schedule == "wsd", "--decay-steps", found, expected)
+        expected = f"1 to {most}, the steps after the warm-up"
+        require(found is None or 1 <= found <= most, "--decay-steps", found, expected)
         require_number(self.final_part, "--final-rate", at_least=0)
         require(self.final_part <= 1, "--final-rate", self.final_part, "at most 1, the largest rate")
 

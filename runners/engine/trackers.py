@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -23,6 +24,12 @@ from polygon.domain.errors import InputError
 
 PROJECT = "polygon"
 """Name of the project in W&B, unless WANDB_PROJECT names another."""
+
+
+NO_ACCOUNT = (
+    "--track: found wandb online without an account, expected WANDB_API_KEY, or offline (wandb sync uploads such a run "
+    "later)"
+)
 
 
 class Tracker(Protocol):
@@ -81,10 +88,7 @@ class WeightsAndBiases:
         mode: Literal["offline"] | None = None
         if found.mode == "online" and not _has_account(found):
             if os.environ.get("WANDB_MODE") == "online":
-                raise InputError(
-                    "--track: found wandb online without an account, expected WANDB_API_KEY, or offline (wandb sync "
-                    "uploads such a run later)"
-                )
+                raise InputError(NO_ACCOUNT)
             mode = "offline"
             print(f"wandb: no account here, the run stays in {directory}/wandb", file=sys.stderr)  # noqa: T201
         try:
@@ -114,6 +118,28 @@ _MAKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
 }
 TRACKERS = tuple(_MAKERS)
 """What `open_trackers` knows."""
+
+
+def check_trackers(names: Sequence[str], mode: str | None = None) -> None:
+    """Raise `InputError` before ranks start for what would end the one that opens trackers, as far as is known here.
+
+    Parameters
+    ----------
+    mode : str, optional
+        What WANDB_MODE will be.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise InputError(f"--track: found {name}, expected it to be installed (pip install {name})")
+    if "wandb" in names and (mode or os.environ.get("WANDB_MODE")) == "online":
+        import wandb
+
+        try:
+            known = _has_account(wandb.setup().settings)
+        finally:
+            wandb.teardown()  # ranks are forked: none must find its process and threads
+        if not known:
+            raise InputError(NO_ACCOUNT)
 
 
 class Trackers:

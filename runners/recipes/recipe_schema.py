@@ -192,6 +192,12 @@ class MetricsPart(Strict):
     profile_steps: Index = 0
     """Steps, after one of warm-up, that torch's profiler records on every rank."""
 
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Those of `runners.engine.trackers` that are told the figures of all ranks."""
+        named = {"tensorboard": self.tensorboard, "wandb": self.wandb != "off"}
+        return tuple(name for name, on in named.items() if on)
+
 
 class HardwarePart(Strict):
     """Equal devices in one place: what predictions are made for. A plan brings its own cluster."""

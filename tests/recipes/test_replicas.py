@@ -322,7 +322,7 @@ def test_deepspeeds_parser_takes_the_large_recipes():
         ("vit-tiny-ddp", "parallel.tp=2", "else backend engine"),
         ("vit-tiny-ddp", "memory.precision=fp8", "else backend engine"),
         ("vit-tiny-lora", "lora.targets=[keys]", "found 'keys', expected names of linear layers: down, key, output"),
-        ("vit-tiny-lora", "model.weights=/nowhere", "a folder with *.safetensors"),
+        ("vit-tiny-lora", "model.weights=.", "a folder with *.safetensors"),
     ],
 )
 def test_what_cannot_be_run_is_said(name, setting, message, tmp_path, capsys):

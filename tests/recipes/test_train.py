@@ -1,6 +1,7 @@
 """Recipes as people start them: alone, under torchrun, with fields set on the command line, with mistakes."""
 
 import json
+import os
 import subprocess
 import sys
 from base64 import urlsafe_b64encode
@@ -82,7 +83,9 @@ def test_scaling_shows_the_mfu_of_runs(alone, capsys):
         ("plan=p.json", "plan: found 'p.json', expected a plan file with backend plan"),
         ("steps", "--set: found 'steps', expected KEY=VALUE"),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate: found nan, expected a number > 0"),
-        ("data.path=nowhere.json", "data.path: found 'nowhere.json', expected a file or folder"),
+        ("validation={every: 2, path: y.json}", "recipe/y.json, expected a file or folder (or a data set of the hub"),
+        ("batch.seq_len=100000000", "2 ranks need (shorter sequences, smaller micro-batches, or more machines"),
+        ("optimizer.decay_steps=500", "--decay-steps: found 500, expected none with schedule constant (wsd has them)"),
         ("data.path=cut.parquet", "expected a readable file of examples"),
         ("data.cache=/proc/x", "data.cache: /proc/x: cannot be made: No such file or directory"),
         ("data.kind=digits", "found 'digits', expected english"),
@@ -91,7 +94,6 @@ def test_scaling_shows_the_mfu_of_runs(alone, capsys):
         ("validation={every: 2, fraction: 1.5}", "validation.fraction: found 1.5"),
         ("validation={every: 2, path: x.json}", "data.tokenizer: found none, expected one for both"),
         ("checkpoint={folder: /proc/x}", "checkpoint.folder: /proc/x: cannot be made: No such file or directory"),
-        ("model.weights=nowhere", "found no folder"),
         ("lora={dropout: 1.5}", "lora.dropout: found 1.5, expected a number >= 0 and < 1"),
         ("lora={dropout: 1}", "lora.dropout: found 1, expected a number >= 0 and < 1"),
         ("lora={dropout: 0.5}", "lora.dropout: found 0.5, expected 0 (what it drops would depend on the plan)"),
@@ -99,12 +101,52 @@ def test_scaling_shows_the_mfu_of_runs(alone, capsys):
 )
 def test_mistakes_are_one_line(setting, message, tmp_path, capsys):
     """A mistake ends with exit code 2 and one line that names the place, before any rank starts."""
-    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
-    recipe = tmp_path / "recipe.yaml"
+    folder = tmp_path / "recipe"
+    folder.mkdir()
+    (folder / "cut.parquet").write_bytes(b"PAR1")
+    (folder / "x.json").write_text("[]")
+    recipe = folder / "recipe.yaml"
     recipe.write_text(Path(TINY).read_text())
     assert main([str(recipe), "--set", setting, "-o", str(tmp_path / "out"), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
     assert message in err and len(err.strip().splitlines()) == 1 and out == ""
+
+
+@pytest.mark.parametrize("checked", [[], ["--check"]])
+@pytest.mark.parametrize(
+    ("recipe", "setting", "message"),
+    [
+        (
+            TINY,
+            "data.path=nowhere.json",
+            "data.path: found no instances/recipes/nowhere.json, expected a file or folder",
+        ),
+        (TINY, "data.path=no/where.jsonl", "data.path: found no instances/recipes/no/where.jsonl, expected a file"),
+        (TINY, "data={kind: english, path: no.txt}", "data.path: found no instances/recipes/no.txt, expected a file"),
+        (TINY, "data.tokenizer=nowhere", "data.tokenizer: found no instances/recipes/nowhere, expected a file"),
+        (TINY, "model.weights=nowhere", "model.weights: found no instances/recipes/nowhere, expected a file or folder"),
+        ("instances/recipes/vit-tiny-ddp.yaml", "data.path=nowhere", "data.path: found no instances/recipes/nowhere"),
+    ],
+)
+def test_a_file_that_is_not_there_is_found_before_a_run_and_by_its_check(recipe, setting, message, checked, capsys):
+    """Where the recipe is looked at, by the key that names it; a data set of the hub is not looked for."""
+    assert main([recipe, "--set", setting, *checked]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+    assert main([TINY, "--set", "data.path=meta-math/MetaMathQA", "--check"]) == 0
+
+
+def test_wandb_online_without_an_account_is_found_before_a_rank_starts(tmp_path):
+    """In one line, without asking the network."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB") and key != "NETRC"}
+    words = ["-m", "runners.train", TINY, "--set", "metrics.wandb=online", "-o", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, *words], env=kept | {"HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("train: --track: found wandb online without an account, expected WANDB_API_KEY")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_table_is_not_a_check(capsys):

@@ -81,8 +81,15 @@ def test_a_rate_rises_then_never_rises_again_and_ends_where_it_should(schedule):
     ("fields", "message"),
     [
         ({"schedule": "cosine", "warmup_steps": 9}, "--warmup-steps: found 9, expected less than all 9 steps"),
-        ({"decay_steps": 3}, "--decay-steps: found 3, expected 1..9, the steps after the warm-up, with --schedule wsd"),
-        ({"schedule": "wsd", "decay_steps": 10}, "--decay-steps: found 10, expected 1..9"),
+        ({"decay_steps": 3}, "--decay-steps: found 3, expected none with schedule constant (wsd has them)"),
+        (
+            {"decay_steps": 500, "warmup_steps": 12},
+            "--decay-steps: found 500, expected none with schedule constant (wsd has them)",
+        ),
+        (
+            {"schedule": "wsd", "decay_steps": 10, "warmup_steps": 2},
+            "--decay-steps: found 10, expected 1 to 7, the steps after the warm-up",
+        ),
         ({"schedule": "step"}, "--schedule: found 'step', expected constant or cosine or linear or wsd"),
         ({"schedule_steps": 0}, "--schedule-steps: found 0, expected a whole number >= 1"),
         ({"schedule": "linear", "final_rate": 2.0}, "--final-rate: found 2.0, expected at most 1"),

@@ -1,6 +1,7 @@
-"""Who trains a recipe: by name, a module of this folder with three functions.
+"""Who trains a recipe: by name, a module of this folder with four functions.
 
 - ``world_size(job)``: ranks that the recipe needs; raises `InputError` where it cannot be run so.
+- ``needed_bytes(job)``: predicted peak of all ranks together, where they are on CPUs.
 - ``run_rank(job, place)``: all that one rank does; its exit code.
 - ``summary(job)``: figures of a run that has ended, from what the ranks wrote to `job.out` (keys as
   `runners.engine.summary.summarise`).

@@ -130,8 +130,12 @@ def _observed(metrics: MetricsPart, log_dir: Path | None) -> dict[str, Any]:
     """Options for what is written beside the log, where there is one."""
     if log_dir is None:
         return {}
-    named = {"tensorboard": metrics.tensorboard, "wandb": metrics.wandb != "off"}
-    return {"track": tuple(name for name, on in named.items() if on), "profiled_steps": metrics.profile_steps}
+    return {"track": metrics.trackers, "profiled_steps": metrics.profile_steps}
+
+
+def needed_bytes(job: Job) -> float:
+    """Predicted peak of all ranks."""
+    return sum(peak.total_bytes for peak in predicted_peaks(*problem_and_plan(job)).values())
 
 
 def run_rank(job: Job, place: Place) -> int:

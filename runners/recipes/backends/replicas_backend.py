@@ -30,6 +30,13 @@ def world_size(job: Job) -> int:
     return recipe.parallel.dp
 
 
+def needed_bytes(job: Job) -> float:
+    """Predicted peak of all ranks."""
+    from runners.recipes.replicas.throughput import needed_bytes
+
+    return needed_bytes(job)
+
+
 def run_rank(job: Job, place: Place) -> int:
     """Train; see `runners.recipes.replicas.loop`."""
     from runners.recipes.replicas.ddp import DdpReplica

@@ -8,6 +8,7 @@ ranks read.
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,25 @@ from runners.recipes.recipe_schema import DATA_KINDS, DataPart, Recipe
 
 if TYPE_CHECKING:
     from runners.data.samples import Samples, Shuffled
+
+
+OF_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""A name of Hugging Face's hub, which instructions may come from; a file of examples has an ending of `FILES`."""
+FILES = (".json", ".jsonl", ".parquet", ".txt", ".csv")
+
+
+def check_paths(recipe: Recipe, folder: Path) -> None:
+    """Raise `InputError` for a file or folder that a recipe names and that is not there; nothing is read."""
+    data, own = recipe.data, recipe.validation
+    named = {"data.path": data.path, "validation.path": None if own is None else own.path}
+    named |= {"data.tokenizer": data.tokenizer, "model.weights": recipe.model.weights}
+    for key, name in named.items():
+        if name is None or beside(folder, name).exists():
+            continue
+        asks = data.kind == "instructions" and key.endswith("path")
+        if not asks or not OF_THE_HUB.fullmatch(name) or name.endswith(FILES):
+            hub = " (or a data set of the hub, as meta-math/MetaMathQA)" if asks else ""
+            raise InputError(f"{key}: found no {beside(folder, name)}, expected a file or folder{hub}")
 
 
 def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: Path) -> Samples:

@@ -275,8 +275,7 @@ def _resume(saved: Saved, home: Home) -> int:
 def _run_steps(run: _Run, job: Job, first: int, saved: Saved | None) -> bool:
     """All steps, told and saved; whether the run was asked to end before the last."""
     recipe, metrics, place, log = run.recipe, run.recipe.metrics, run.place, run.log
-    named = (("tensorboard", metrics.tensorboard), ("wandb", metrics.wandb != "off"))
-    trackers = [name for name, on in named if on and place.rank == 0]
+    trackers = metrics.trackers if place.rank == 0 else ()
     with ExitStack() as stack:
         tracker = stack.enter_context(open_trackers(trackers, job.out, recipe.name, recipe.model_dump()))
         recorder = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -112,3 +113,10 @@ def needs(job: Job) -> list[dict[str, Any]]:
             "memory_bytes": device.memory_bytes,
         }
     ]  # fmt: skip
+
+
+def needed_bytes(job: Job) -> float:
+    """Predicted peak of all ranks together, where they are on CPUs."""
+    hardware = job.recipe.hardware.model_copy(update={"device": "cpu-core"})
+    recipe = job.recipe.model_copy(update={"hardware": hardware})
+    return sum(row["ranks"] * row["peak_bytes"] for row in needs(replace(job, recipe=recipe)))
