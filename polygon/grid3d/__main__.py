@@ -30,6 +30,15 @@ from polygon.grid3d.spread import BACKENDS
 
 COST_MODELS = ("polygon", "seed003")
 TRIED = ("cp", "ep", "micro_batch_size", "zero", "recompute", "schedule", "interleave", "sequence_parallel")
+CONSTANTS = {
+    "--base-eff": "base_efficiency",
+    "--dp-penalty": "dp_penalty",
+    "--tp-penalty": "tp_penalty",
+    "--imbalance-penalty": "imbalance_penalty",
+    "--pp-overlap": "pp_overlap",
+    "--mb-per-gb": "mb_per_gb",
+}
+"""Options, and the fields of `Constants` that they set."""
 SWITCH = {"on": (True,), "off": (False,), "all": (False, True)}
 
 
@@ -86,16 +95,9 @@ def parser() -> cli.CommandParser:
     how.add_argument("--scheduler", metavar="ADDRESS", help="dask: of the scheduler (default: on this machine)")
     price = top.add_argument_group("cost model")
     price.add_argument("--cost-model", choices=COST_MODELS, help="(default: polygon; seed003 for metadata files)")
-    usual = Constants()
-    for option, value in (
-        ("--base-eff", usual.base_efficiency),
-        ("--dp-penalty", usual.dp_penalty),
-        ("--tp-penalty", usual.tp_penalty),
-        ("--imbalance-penalty", usual.imbalance_penalty),
-        ("--pp-overlap", usual.pp_overlap),
-        ("--mb-per-gb", usual.mb_per_gb),
-    ):
-        price.add_argument(option, type=cli.number(at_least=0), default=value, help="seed003 (default %(default)s)")
+    for option, field in CONSTANTS.items():
+        told = f"seed003 (default {getattr(Constants(), field):g})"
+        price.add_argument(option, type=cli.number(at_least=0), dest=field, help=told)
     return top
 
 
@@ -109,14 +111,22 @@ def _options(args: argparse.Namespace) -> GridOptions:
 
 
 def _constants(args: argparse.Namespace) -> Constants:
-    return Constants(
-        base_efficiency=args.base_eff,
-        dp_penalty=args.dp_penalty,
-        tp_penalty=args.tp_penalty,
-        imbalance_penalty=args.imbalance_penalty,
-        pp_overlap=args.pp_overlap,
-        mb_per_gb=args.mb_per_gb,
-    )
+    given = {field: getattr(args, field) for field in CONSTANTS.values()}
+    return Constants(**{field: value for field, value in given.items() if value is not None})
+
+
+def _check_asked(args: argparse.Namespace, *, searchers: bool) -> None:
+    """Refuse options that the cost model would pass over in silence."""
+    if searchers:
+        tried = ["all"] * args.all + [name for name in (*TRIED, "overlap") if hasattr(args, name)]
+        if tried:
+            option = "--" + tried[0].replace("_", "-")
+            raise InputError(f"{option}: found with cost model seed003, which knows dp, tp and pp alone, expected none")
+        return
+    for option, field in CONSTANTS.items():
+        value = getattr(args, field)
+        if value is not None:
+            raise InputError(f"{option}: found {value:g}, expected it with --cost-model seed003 (or metadata) alone")
 
 
 def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str, Any]]:
@@ -125,6 +135,7 @@ def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str,
     from polygon.formats.convert import runtime_data
 
     data = files.read_yaml(args.cluster)
+    _check_asked(args, searchers=is_metadata(data) or args.cost_model == "seed003")
     if is_metadata(data):
         if args.model_file is None:
             raise InputError("MODEL: found nothing, expected the model metadata beside the cluster metadata")

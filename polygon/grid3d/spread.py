@@ -48,7 +48,7 @@ def spread(
         raise InputError(f"backend: found {backend!r}, expected {' or '.join(BACKENDS)}")
     if scheduler is not None and backend != "dask":
         raise InputError(f"scheduler: found {scheduler!r} with backend {backend}, expected it with backend dask alone")
-    if backend == "serial" or jobs == 1:
+    if backend == "serial" or (backend == "processes" and jobs == 1):
         yield from map(work, items)
         return
     import joblib

@@ -219,7 +219,11 @@ def test_dask_gives_the_same_bytes(tmp_path):
         (["--cp", "0"], "expected a whole number >= 1"),
         (["--recompute", "some"], "expected none, selective, full or all"),
         (["--backend", "dask", "--scheduler", "tcp://127.0.0.1:1"], "expected a Dask scheduler"),
+        (["--backend", "dask", "--jobs", "1", "--scheduler", "tcp://127.0.0.1:1"], "expected a Dask scheduler"),
         (["--seq-len", "4096"], "at most 2048"),
+        (["--base-eff", "0.4"], "--base-eff: found 0.4, expected it with --cost-model seed003 (or metadata) alone"),
+        (["--cost-model", "seed003", "--micro-batch-size", "2"], "--micro-batch-size: found with cost model seed003"),
+        (["--cost-model", "seed003", "--all"], "--all: found with cost model seed003, which knows dp, tp and pp alone"),
     ],
 )
 def test_bad_options_get_one_line(tmp_path, capsys, words, found):
