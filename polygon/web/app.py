@@ -29,6 +29,7 @@ from polygon.domain.errors import InputError, Phrase, fault
 from polygon.domain.message import Message, say
 from polygon.formats.schema import Strict, fault_message
 from polygon.web.guard import Guard
+from polygon.web.headless import HeadAsGet
 from polygon.web.jobs import RETRY_S, BusyError, Jobs
 from polygon.web.language import preferred
 from polygon.web.plan_routes import add_deployments, add_plans, stored
@@ -101,6 +102,7 @@ def create_app(settings: Settings) -> FastAPI:
     add_deployments(app, asked, pricing, settings.deployments)
     add_runs(app, asked.load, runs, rehearsals)
     _add_page(app)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Guard, tokens=settings.tokens, hosts=settings.hosts)  # the last one stands before all others
     return app
 
@@ -171,11 +173,11 @@ def _add_page(app: FastAPI) -> None:
         if path.suffix in types:
             packed(path)
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.get("/", include_in_schema=False)
     def page() -> Any:
         return FileResponse(static / "index.html", headers={"Cache-Control": "no-cache"})
 
-    @app.api_route("/assets/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.get("/assets/{name}", include_in_schema=False)
     async def asset(name: str, request: Request) -> Any:
         path = built.get(name)
         if path is None:

@@ -478,6 +478,20 @@ def test_a_page_can_be_asked_for_by_its_head_alone(server):
         assert status == 200 and text == "" and int(headers["content-length"]) > 100
 
 
+def test_what_can_be_got_can_be_asked_for_by_its_head(server, plan_id):
+    """The status and headers of GET and no body, of what streams too; what cannot be got is refused as before."""
+    paths = ("openapi.json", "catalogue", "jobs", f"plans/{plan_id}", f"plans/{plan_id}/exports/kubernetes", "nothing")
+    for path in paths:
+        (status, headers, _), head = (server.request(method, f"/api/v1/{path}") for method in ("GET", "HEAD"))
+        assert head[0] == status and not head[2]
+        assert [head[1][name] for name in ("content-type", "content-length")] == [
+            headers[name] for name in ("content-type", "content-length")
+        ]
+    status, headers, text = server.request("HEAD", f"/api/v1/plans/{plan_id}/limits/events")
+    assert (status, text) == (200, "") and headers["content-type"].startswith("text/event-stream")
+    assert server.request("HEAD", "/api/v1/clusters")[0] == 405
+
+
 def test_a_cluster_is_spelt_out_and_its_defaults_are_told(server):
     """What was not given is filled in as by the planner; what is wrong is told with its place."""
     cluster = {"regions": [{"name": "a", "nodes": [{"device": "t4", "count": 2, "devices_per_node": 4}]}]}
