@@ -190,20 +190,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in report["problems"]:
             if problem["rank"] == args.rank:
                 _say(f"{problem['kind']}: {problem['found']}; {problem['remedy']}")
-        return cli.EXIT_OK
+        return _verdict(report)
     stopped = not report["complete"]
     if stopped and not report["links"]:
         return cli.interrupted(asked)
     if stopped:
         _say(f"interrupted: these {len(report['links'])} links were measured, the others were not")
-    if cluster and not report["links"]:
-        _say(report_text(report).rstrip())
-        raise InputError("found no link that could be measured, expected one at least: no cluster is written")
-    if cluster:
+    if cluster and report["links"]:
         files.write_cluster(args.out or "-", measured_cluster(cluster, report))
         if missing := _not_measured(report):
             _say(f"not measured, as {args.cluster} says: {', '.join(missing)}")
-    elif args.out:
+    elif args.out and not cluster:
         files.write_json(args.out, report)
     if args.json and not (cluster and not args.out):
         sys.stdout.write(json.dumps(report) + "\n")
@@ -211,7 +208,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(report_text(report))
     else:
         _say(report_text(report).rstrip())
-    return asked.exit_code if stopped else cli.EXIT_OK
+    return asked.exit_code if stopped else _verdict(report)
+
+
+def _verdict(report: dict[str, Any]) -> int:
+    """The exit code of a session that came to its end: bad input where nothing could be measured."""
+    if report["links"]:
+        return cli.EXIT_OK
+    _say("probe: found no link that could be measured, expected one at least")
+    return cli.EXIT_BAD_INPUT
 
 
 if __name__ == "__main__":

@@ -108,6 +108,27 @@ def test_what_was_measured_outlives_a_rank_that_leaves(tmp_path):
     assert problem["rank"] == 1 and "rank 1" in problem["found"]
 
 
+@pytest.mark.parametrize("with_cluster", [False, True])
+def test_a_session_that_could_measure_nothing_has_failed(with_cluster, tmp_path):
+    """Nobody reaches the other's port: the report is written, a cluster is not, and the exit code says so."""
+    port, out, cluster = free_port(), tmp_path / "out.json", tmp_path / "c.yaml"
+    cluster.write_text("regions:\n  - {name: A, nodes: [{device: T4, count: 2}]}\n")
+    words = ["--dist-url", f"tcp://127.0.0.1:{port}", "--world-size", "2", "--rank", "0", "--region", "A", *FAST]
+    first = start([*words, "-o", str(out), *(["--cluster", str(cluster)] if with_cluster else [])])
+    control = eventually(lambda: reached(port))
+    with control:
+        send_line(control, as_message(host_facts(1, "A", free_port(), "127.0.0.1")))  # where nobody listens
+        assert receive_line(control) == {"do": "joined"}
+        task = receive_line(control)
+        while task["do"] == "measure":
+            send_line(control, {"error": "connection refused", "reached": False})
+            task = receive_line(control)
+    _, error = first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == 2 and task["report"]["links"] == []
+    assert error.endswith("probe: found no link that could be measured, expected one at least\n")
+    assert with_cluster != out.exists()
+
+
 def test_ctrl_c_keeps_the_links_that_were_measured(tmp_path):
     """The second link is never measured to its end: the first is in the cluster, the other stays, and that is said."""
     port, out, cluster = free_port(), tmp_path / "measured.json", tmp_path / "c.yaml"
