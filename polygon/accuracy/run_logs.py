@@ -89,11 +89,13 @@ KINDS = ("compute", "update")
 def _steps(path: Path) -> dict[int, dict[str, Any]]:
     """Step lines of a rank's log, by step."""
     steps = {}
-    for entry in LogFollower(path, events=False).new():
+    log = LogFollower(path, events=False)
+    for entry in log.new():
         if entry["type"] == "step":
+            where = f"{path}: line {log.line}"
             if not {"step", "seconds", "seconds_by_kind"} <= set(entry):
-                raise InputError(f"{path}: found a step of {sorted(entry)}, expected step, seconds and seconds_by_kind")
-            with located(f"{path}: step {entry['step']}: "):
+                raise InputError(f"{where}: found a step of {sorted(entry)}, expected step, seconds, seconds_by_kind")
+            with located(f"{where}: step {entry['step']}: "):
                 require_number(entry["seconds"], "seconds", above=0)
                 for kind in KINDS:
                     require_number(entry["seconds_by_kind"].get(kind, 0.0), f"seconds_by_kind.{kind}", at_least=0)

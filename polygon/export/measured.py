@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from polygon.domain.message import Message
 from polygon.domain.plan import Plan
 from polygon.domain.schedule import Action
 from polygon.export.chrome_trace import ROWS, Interval
+from polygon.formats.run_log import line_of, rank_log
 
 Place = tuple[int, int]
 """Stage and worker."""
@@ -60,19 +62,31 @@ class Comparison:
 
 
 def intervals_of_logs(plan: Plan, logs: Mapping[int, Iterable[Mapping[str, Any]]]) -> Iterator[Interval]:
-    """The timeline of the traced steps, from the lines that ranks wrote."""
+    """The timeline of the traced steps, from the lines that ranks wrote.
+
+    Raises
+    ------
+    InputError
+        For a line of another form; it says which.
+    """
     for rank, (group, worker, place) in plan.rank_places.items():
         # The devices of a worker do the same at the same time: its first stands for it.
         lines = list(logs.get(rank, ())) if place == 0 else []
         # The last estimate of how far a host's clock is from that of rank 0 is the best.
         offset_s = next((line.get("clock_offset_s", 0.0) for line in reversed(lines) if line["type"] == "step"), 0.0)
-        for line in lines:
-            if line["type"] == "event":
+        for number, line in enumerate(lines, start=1):
+            if line["type"] != "event":
+                continue
+            try:
                 stage, name = placed(plan, group, line["name"])
-                yield Interval(
+                interval = Interval(
                     stage=stage, worker=worker, kind=line["kind"], name=name, start_s=line["start_s"] - offset_s,
                     end_s=line["end_s"] - offset_s, step=line["step"],
                 )  # fmt: skip
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                found = Message("found.event_without", what=str(error)[:60])
+                raise fault(line_of(rank_log(Path(), rank).name, number), found, "the runner's lines") from None
+            yield interval
 
 
 def placed(plan: Plan, group: int, name: str) -> tuple[int, str]:

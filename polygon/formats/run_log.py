@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from polygon.domain.errors import fault
+from polygon.domain.message import Message
 
 EVENT = b'{"type": "event"'
 """How the lines begin of which there are most."""
@@ -23,6 +24,11 @@ HEAD_BYTES = 400
 def rank_log(directory: Path, rank: int) -> Path:
     """Where a rank writes."""
     return directory / f"rank-{rank}.jsonl"
+
+
+def line_of(name: str, line: int) -> Message:
+    """A line of a log, from 1, as the place of a fault."""
+    return Message("input.line_of", file=name, line=line)
 
 
 class LogFollower:
@@ -41,6 +47,8 @@ class LogFollower:
         self._events = events
         self._offset = 0
         self._head = b""
+        self.line = 0
+        """Number of the line that was read last, from 1."""
         self.skipped = 0
         """Lines of type `event` that were not wanted."""
 
@@ -59,13 +67,14 @@ class LogFollower:
         with self.path.open("rb") as file:
             head, whole = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
             if not head.startswith(self._head) or whole < self._offset:
-                self._offset = 0
+                self._offset = self.line = 0
             self._head = head  # read once: between two looks another may have taken its place
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
+                self.line += 1
                 if not self._events and line.startswith(EVENT):
                     self.skipped += 1
                     continue
@@ -74,8 +83,13 @@ class LogFollower:
                 except (ValueError, RecursionError):
                     entry = None
                 if not isinstance(entry, dict) or "type" not in entry:
-                    raise fault(self.path.name, line[:60].decode(errors="replace").strip(), "lines of a run's log")
+                    raise fault(self.place, line[:60].decode(errors="replace").strip(), "lines of a run's log")
                 yield entry
+
+    @property
+    def place(self) -> Message:
+        """What a fault of the line that was read last is told by."""
+        return line_of(self.path.name, self.line)
 
 
 def log_lines(directory: Path, rank: int) -> Iterator[dict[str, Any]]:

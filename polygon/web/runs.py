@@ -133,9 +133,9 @@ class Follower:
                     return
                 self._log = LogFollower(rank_log(self.place.path, here), events=False)
             for line in self._log.new():
-                self._take(line)
+                self._take(line, self._log)
 
-    def _take(self, line: Mapping[str, Any]) -> None:
+    def _take(self, line: Mapping[str, Any], log: LogFollower) -> None:
         try:
             if line["type"] == "run":  # begun anew, or gone on with from a checkpoint
                 kept = int(np.searchsorted(np.asarray(self.steps), int(line.get("first_step", 0))))
@@ -154,7 +154,7 @@ class Follower:
             elif line["type"] == "end":
                 self.ended = True
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise _unreadable(error) from None
+            raise fault(log.place, Message("found.event_without", what=str(error)[:60]), "the runner's lines") from None
 
     @property
     def traced(self) -> bool:
@@ -208,10 +208,7 @@ class Follower:
         require(workers <= MOST_WORKERS, "run", workers, Message("expected.at_most", most=MOST_WORKERS))
         path = self.place.path
         logs = {rank: log_lines(path, rank) for rank in self.plan.rank_places}
-        try:
-            found = list(intervals_of_logs(self.plan, logs))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _unreadable(error) from None
+        found = list(intervals_of_logs(self.plan, logs))
         if not found:
             traces = sorted(path.glob("*trace*.json"))
             found = [row for trace in traces for row in intervals_of(files.read_json(trace), trace.name)]
@@ -251,11 +248,6 @@ class Follower:
         start_s = min(i.start_s for i in whole[step] if i.kind == "compute")
         moved = [i._replace(start_s=i.start_s - start_s, end_s=i.end_s - start_s) for i in whole[step]]
         return moved, lengths_s[step]
-
-
-def _unreadable(error: Exception) -> InputError:
-    found = Message("found.event_without", what=str(error)[:60])
-    return fault("rank-N.jsonl", found, "the runner's lines")
 
 
 def finite(value: float) -> float | None:

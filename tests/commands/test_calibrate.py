@@ -88,8 +88,18 @@ def test_a_log_with_what_is_no_number_is_named(change, message, logged, capsys):
     log = logged / "rank-0.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()[:-1]]
     log.write_text("".join(json.dumps(line | change if line.get("step") == 7 else line) + "\n" for line in lines))
+    at = next(i for i, line in enumerate(lines, start=1) if line["type"] == "step" and line["step"] == 7)
     assert cli.run(calibrate.main, [str(logged)]) == 2
-    assert capsys.readouterr().err == f"{log}: step 7: {message}\n"
+    assert capsys.readouterr().err == f"{log}: line {at}: step 7: {message}\n"
+
+
+def test_a_line_that_is_none_of_a_log_is_named_by_its_number(logged, capsys):
+    """Also behind lines that nobody wants."""
+    log = logged / "rank-0.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:4], '{"type": "event"', "half a line", *lines[4:]]) + "\n")
+    assert cli.run(calibrate.main, [str(logged)]) == 2
+    assert capsys.readouterr().err == "rank-0.jsonl: line 6: found 'half a line', expected lines of a run's log\n"
 
 
 def test_a_plan_of_more_ranks_than_the_log_is_told_so(logged, capsys):

@@ -127,7 +127,8 @@ def test_a_trace_that_is_opened_is_held_against_the_plan(server, plan_id):
                          ({"a.jsonl": "{}\n"}, "a.jsonl: found"), ({"x.json": "[" * 100_000}, "x.json: found"),
                          ({"r.jsonl": '{"type": "run", "rank": 1' + "0" * 300 + "}\n"}, "r.jsonl: rank"),
                          ({"p.json": format_json(plan_data(problem, plan))}, "a plan alone"),
-                         ({"b.jsonl": '{"type": "run", "rank": 0}\n{"type": "step", "step": "x"}\n'}, "rank-N.jsonl"),
+                         ({"b.jsonl": '{"type": "run", "rank": 0}\n{"type": "step", "step": "x"}\n'},
+                          "rank-0.jsonl: line 2: found "),
                          ({"y.json": '{"traceEvents": [3]}'}, "cannot be read")):  # fmt: skip
         status, _, refused = server.request("POST", "/api/v1/runs", asked | {"files": files, "name": "wrong"})
         assert status == 422 and words in refused["detail"]
