@@ -199,9 +199,10 @@ def describe_assumptions(assumed: Sequence[Assumption]) -> str:
     lines: list[str] = []
     for assumption in assumed:
         link = assumption.link
-        moves = f"{assumption.slower:+.0%} if it were 4 times slower, {-assumption.faster:+.0%} if faster"
+        moves = f"{_moved(assumption.slower)} if it were 4 times slower, {_moved(-assumption.faster)} if faster"
         if assumption.anew and assumption.anew > assumption.faster:
-            moves += f", at least {-assumption.anew:+.0%} with another plan"
+            again = _moved(-assumption.anew)
+            moves += f", at least {again} with another plan" if again != _moved(-assumption.faster) else ""
         lines.append(
             f"{'assumed' if not lines else '':13s} {assumption.name}: {link.latency_s * 1e3:g} ms, "
             f"{link.bytes_per_s * 8 / 1e9:g} Gbit/s, as nobody said; {moves}"
@@ -209,6 +210,12 @@ def describe_assumptions(assumed: Sequence[Assumption]) -> str:
     if lines and all(assumption.anew is None for assumption in assumed):
         lines.append(f"{'':13s} (with this plan: what another would make of faster links was not tried)")
     return "\n\n" + "\n".join(lines) if lines else ""
+
+
+def _moved(part: float) -> str:
+    """A change of the step in per cent; what rounds to none has no sign."""
+    text = f"{part:+.0%}"
+    return "0%" if text in ("+0%", "-0%") else text
 
 
 def describe_runtime(runtime: str | Mapping[str, Any]) -> str:

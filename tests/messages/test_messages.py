@@ -242,7 +242,8 @@ def test_broken_rules_name_the_place_as_the_file_does(kind, words):
 
 def test_a_huge_factor_reads_well():
     """In times, with commas between thousands."""
-    assert str(Message("idle.times_time", times=49437.46)) == "the step would take 49,437.5 times as long with them"
+    said = str(Message("idle.times_time", times=49437.46))
+    assert said == "the step would take 49,437.5 times as long with them in these stages"
 
 
 BEHAVIOUR = (

@@ -54,6 +54,13 @@ def test_without_planning_anew_nothing_is_said_of_other_plans(on_one_node):
     assert "with another plan" in describe_assumptions(whole) and "not tried" not in describe_assumptions(whole)
 
 
+def test_what_changes_hardly_has_no_sign(on_one_node):
+    """A change that rounds to nothing, and another plan that gains no more than is seen, are not told as gains."""
+    told = assumptions(*on_one_node, anew=True)
+    said = describe_assumptions([replace(told[0], slower=0.29, faster=0.001, anew=0.004)])
+    assert said.endswith("+29% if it were 4 times slower, 0% if faster")
+
+
 def test_what_is_given_is_not_assumed(on_one_node):
     """A cluster whose every link is given assumes nothing, planned anew or not."""
     problem, plan, tables = on_one_node
