@@ -11,6 +11,10 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 
 
+PUBLISHED = {"sailor-comparison"}
+"""Those whose figures are claims about published runs, neither searched nor measured: they are what is found today."""
+
+
 def printed(cell):
     """What a cell says on standard output and as its value."""
     return "".join(
@@ -46,5 +50,7 @@ def test_every_cell_runs_and_was_run(path, tmp_path, monkeypatch):
         if before.cell_type == "code":
             assert before.execution_count is not None
             assert bool(printed(before)) == bool(printed(after))
+            again = f"jupyter nbconvert --to notebook --execute --inplace docs/{path.name}"
+            assert path.stem not in PUBLISHED or printed(before) == printed(after), again
     assert printed(notebook.cells[-1]) == "True"
     assert path.stem != "quickstart" or (tmp_path / "plan.json").is_file()
