@@ -164,7 +164,8 @@ def runtime_of_program(program: str, date: str = "", architecture: str = "", pre
 
 def runtime_from_spec(spec: RuntimeSpec) -> Runtime:
     """The runtime that a file names, with the switches that it sets itself."""
-    known = runtime(spec.name)
+    with located("runtime: "):
+        known = runtime(spec.name)
     changed = {key: value for key, value in spec.model_dump(exclude={"name"}).items() if value is not None}
     return replace(known, **changed)
 

@@ -332,8 +332,7 @@ def problem_from_spec(spec: ProblemSpec, default_name: str = "cluster") -> Probl
     with located("constraints."):
         constraints = constraints_from_spec(spec.constraints)
     batch: Any = spec.batch
-    with located("runtime: "):
-        runtime = catalogue.runtime_from_spec(spec.runtime)
+    runtime = catalogue.runtime_from_spec(spec.runtime)
     model = catalogue.model_from_spec(spec.model)
     problem = Problem(cluster=cluster, model=model, batch=Batch(**batch.model_dump()), runtime=runtime)
     with located("constraints."):  # regions and device types that the cluster does not have

@@ -92,10 +92,18 @@ def interleave_fits(pp: int, model: Model, chunks: int, micro_batches: int) -> b
     return pp > 1 and model.blocks % (pp * chunks) == 0 and micro_batches % pp == 0
 
 
+def _spreads(model: Model, ep: int) -> bool:
+    return model.experts > 0 and model.experts % ep == 0
+
+
+def _listed(values: tuple[int, ...] | None) -> str:
+    return " or ".join(map(str, values or ()))
+
+
 def configurations(
     split: GridSplit, model: Model, batch: Batch, options: GridOptions
 ) -> Iterator[tuple[ParallelConfig | int, str | None]]:
-    """The configurations of a split that can be, and micro-batch sizes that cannot, with the reason.
+    """The configurations of a split that can be, and micro-batch sizes that cannot or of which none can be, with why.
 
     A configuration that another one equals is left out: ZeRO over one rank, GPipe or chunks without a pipeline,
     sequence parallelism without tensor parallelism, GPipe with chunks.
@@ -106,13 +114,18 @@ def configurations(
             yield size, fault
             continue
         count = batch.global_batch // split.dp // size
-        for ep in options.ep or divisors(shards):
-            if shards % ep or (ep > 1 and (not model.experts or model.experts % ep)):
-                continue
+        eps = [ep for ep in options.ep or divisors(shards) if shards % ep == 0 and (ep == 1 or _spreads(model, ep))]
+        chunked = [chunks for chunks in options.interleave if interleave_fits(split.pp, model, chunks, count)]
+        if not eps:
+            ranks = f"does not divide the {shards} ranks of dp x cp and the {model.experts} experts"
+            yield size, f"ep {_listed(options.ep)} {ranks if model.experts else 'of a model without experts'}"
+        elif not chunked:
+            where = f"pp {split.pp}, {model.blocks} blocks and {count} micro-batches"
+            yield size, f"interleave {_listed(options.interleave)} does not fit {where}"
+        for ep in eps:
             for schedule in options.schedule:
-                for chunks in options.interleave:
-                    pipeline = schedule == options.schedule[0] or split.pp > 1
-                    if not pipeline or not interleave_fits(split.pp, model, chunks, count):
+                for chunks in chunked:
+                    if schedule != options.schedule[0] and split.pp == 1:
                         continue
                     if chunks > 1 and schedule != "1f1b":
                         continue

@@ -636,7 +636,7 @@ def test_a_row_of_no_numbers_is_skipped_with_what_is_wrong(changes, message, tmp
         ({"measured_step_s": "3 s"}, "rows[0].measured_step_s: found '3 s', expected a number > 0"),
         ({"measured_step_s": float("nan")}, "rows[0].measured_step_s: found nan, expected a number > 0"),
         ({"plan": None}, "rows[0].plan: found nothing"),
-        ({"runtime": "eagre"}, "rows[0]: found runtime 'eagre'"),
+        ({"runtime": "eagre"}, "rows[0]: runtime: found runtime 'eagre'"),
     ],
 )
 def test_a_measured_plan_of_ones_own_is_read_or_told_in_one_line(changes, message):

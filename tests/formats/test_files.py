@@ -367,8 +367,9 @@ def test_faults_of_a_problem_file(old, new, message, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("megatron-cor", "found runtime 'megatron-cor', expected 'megatron-core' (nearest) or another of"),
+        ("megatron-cor", "runtime: found runtime 'megatron-cor', expected 'megatron-core' (nearest) or another of"),
         ("{name: nemo, dp_overlap: some}", "runtime.dp_overlap: found 'some', expected none or backward or full"),
+        ("{name: nemo, experts: half}", "runtime.experts: found 'half', expected cut or whole"),
         ("{name: nemo, buckets: 3}", "runtime.buckets: found unknown key 'buckets', expected 'bucket_bytes'"),
         ("{dp_overlap: none}", "runtime.name: found nothing, expected a text"),
     ],
@@ -380,7 +381,7 @@ def test_faults_of_a_runtime(given, message, tmp_path):
     (tmp_path / "problem.yaml").write_text(f"{text}runtime: {given}\n", encoding="utf-8")
     with pytest.raises(InputError) as error:
         files.read_problem(tmp_path / "problem.yaml")
-    assert message in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path / 'problem.yaml'}: {message}")
 
 
 def interleaved():

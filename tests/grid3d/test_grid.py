@@ -137,6 +137,14 @@ def test_nothing_fits_is_a_result():
     assert (why.kind, why["devices"]) == ("reason.no_degrees", 3)
 
 
+@pytest.mark.parametrize(("asked", "why"), [({"ep": (3,)}, "ep"), ({"interleave": (7,)}, "interleave")])
+def test_degrees_that_no_split_can_have_are_said(asked, why):
+    """Every split tells what kept it out, also where it is what was asked beside its degrees."""
+    splits = list(all_splits(32))
+    result = evaluate_all(case(GridOptions(**asked)), splits, backend="serial")
+    assert result.accepted == 0 and result.reasons()[why] > 0 and len(result.rows) == len(splits)
+
+
 def link(latency_s: float, rate: float) -> Link:
     return Link(latency_s=latency_s, bytes_per_s=rate)
 
