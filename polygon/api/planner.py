@@ -101,7 +101,7 @@ class Problem:
             "batch": batch,
             "runtime": catalogue.runtime(runtime) if isinstance(runtime, str) else runtime,
             "constraints": constraints or Constraints(),
-            "profiles": tuple(profiles),
+            "profiles": (profiles,) if isinstance(profiles, str) else tuple(profiles),
             "calibration": calibration,
         }
         kinds = {"cluster": Cluster, "model": Model, "batch": Batch, "runtime": Runtime, "constraints": Constraints}
@@ -109,6 +109,10 @@ class Problem:
             kind = kinds.get(name, object)
             require(isinstance(value, kind), name, value, f"a polygon.{kind.__name__}")
             object.__setattr__(self, name, value)
+        for i, profile in enumerate(self.profiles):
+            require(isinstance(profile, Profile), f"profiles[{i}]", profile, "one of those that polygon.load gives")
+        known = calibration is None or isinstance(calibration, Calibration)
+        require(known, "calibration", calibration, f"a polygon.{Calibration.__name__}")
         _ = self.data  # what does not fit together is said here, not by the first search
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from polygon.cost.money import TrainingRun, step_bill, whole_run
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import Profile
 from polygon.domain import plan as domain_plan
-from polygon.domain.errors import require
+from polygon.domain.errors import require, require_number
 from polygon.domain.message import Message, Violation
 from polygon.export.bundle import Export
 from polygon.export.chrome_trace import Interval
@@ -224,7 +224,13 @@ class Plan:
         ----------
         tokens : float
             Of all steps together, as 1e9.
+
+        Raises
+        ------
+        InputError
+            For what is no number above 0.
         """
+        require_number(tokens, "tokens", above=0)
         times = step_times(self.data, self.problem.tables)
         return whole_run(step_bill(self.problem.data, self.data, times), tokens)
 

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import json
+import math
 import pickle
 import pkgutil
 import re
@@ -334,7 +335,7 @@ def test_hosts_without_a_type_have_the_one_that_is_given(tmp_path):
         polygon.Cluster.from_hostfile(hosts)
 
 
-@pytest.mark.parametrize("field", ["cluster", "model", "batch", "runtime", "constraints"])
+@pytest.mark.parametrize("field", ["cluster", "model", "batch", "runtime", "constraints", "calibration"])
 def test_a_problem_names_the_part_that_is_of_another_kind(field):
     """A path in place of what is read from it, numbers in place of a batch."""
     parts = {
@@ -344,6 +345,20 @@ def test_a_problem_names_the_part_that_is_of_another_kind(field):
     }
     with pytest.raises(polygon.InputError, match=f"^{field}: found 3, expected a polygon.{field.capitalize()}$"):
         polygon.Problem(**{**parts, field: 3})
+    for profiles in ("cpu.json", ["cpu.json"], [(3,)]):
+        with pytest.raises(
+            polygon.InputError, match=r"^profiles\[0\]: found .*, expected one of those that polygon.load"
+        ):
+            polygon.Problem(**parts, profiles=profiles)
+
+
+def test_a_whole_run_is_of_some_tokens():
+    """None costs nothing, or takes for ever."""
+    problem = polygon.Problem(polygon.Cluster.from_dict(PAIR), "opt-350m", polygon.Batch(global_batch=8, seq_len=512))
+    plan = problem.search(effort="quick").plan
+    for tokens in (0, -1, math.nan, math.inf, "1e9"):
+        with pytest.raises(polygon.InputError, match=r"^tokens: found .*, expected a number > 0$"):
+            plan.whole_run(tokens)
 
 
 @pytest.mark.parametrize(
