@@ -234,7 +234,7 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBoun
         describe_runtime(runtime_data(problem.runtime)),
         f"step          {seconds(estimate.step_s)} (90 %: {seconds(estimate.low_s)} to {seconds(estimate.high_s)})",
         f"              {terms}",
-        f"compute from  {', '.join(SOURCES.get(name, name) for name in estimate.sources['compute'].split('+'))}",
+        f"compute from  {_sources(estimate.sources['compute'].split('+'))}",
         f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
         f"bound         no plan is faster than {seconds(bound.seconds)} ({bounds}); "
         f"gap {gap(estimate.step_s, bound):.0%}",
@@ -246,6 +246,13 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBoun
         f"{written_out(estimate.energy_j / 3.6e6, 3)} kWh per step{_free(problem, plan)}",
     ]
     return "\n".join(lines)
+
+
+def _sources(names: list[str]) -> str:
+    """What times of layers are from; where some devices have what others have too, that is said once."""
+    both = {"spec", "calibrated"} <= set(names)
+    said = ["data sheets and, of some devices, published runs"] if both else []
+    return ", ".join(said + [SOURCES.get(name, name) for name in names if not (both and name in SOURCES)])
 
 
 def _free(problem: Problem, plan: Plan) -> str:

@@ -78,6 +78,16 @@ def test_devices_that_count_as_free_are_told():
     assert "at 0 USD" not in text[0.5] and " kWh per step\n" in text[0.5] + "\n"
 
 
+def test_what_compute_is_from_is_said_once():
+    """Unlike devices are known from data sheets, some from published runs too."""
+    node = {"count": 1, "devices_per_node": 1}
+    nodes = [{"device": "a100-40gb", **node}, {"device": "t4", **node}]
+    cluster = Cluster.from_dict({"regions": [{"name": "here", "nodes": nodes}]})
+    problem = Problem(cluster, "gpt2", Batch(global_batch=4, seq_len=256))
+    said = Plan(problem, uniform_plan(problem.data, ParallelConfig(pp=2, micro_batch_size=1))).describe()
+    assert "\ncompute from  data sheets and, of some devices, published runs\n" in said
+
+
 def test_shares_of_a_second_have_three_digits():
     """By hand, to where rounding needs a fourth."""
     shares = {0.05: "50.0 ms", 0.9999: "1,000 ms", 1e-5: "10.0 µs", 2.5e-6: "2.50 µs"}
