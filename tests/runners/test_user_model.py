@@ -1,5 +1,6 @@
 """A model given as a list of layers trains the same under a plan as in a plain loop."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ from runners.dist_runner import main as dist_runner
 from runners.engine.options import Options
 from runners.engine.run import train
 from runners.engine.user_model import OwnModel, own_problem
+from runners.launch import main as launch
 from tests.free_ports import free_port
+from tests.real_programs import ran
 from tests.real_ranks import run_ranks
 from tests.small_problems import small_cluster, small_model, small_plan
 
@@ -175,3 +178,15 @@ def test_faults_of_the_file_are_named(model_file, problem_and_plan, tmp_path, ca
     line = capfd.readouterr().err.replace(f"{model_file.parent}/", "")
     assert message in line
     assert line.count("\n") == 1
+
+
+def test_a_rank_that_lacks_memory_says_so_in_one_line(model_file, problem_and_plan, tmp_path):
+    """Where nobody could know it before; the launcher names the rank and ends the others."""
+    wasteful = CNN.replace("        places = [", "        np.ones(10**14 if numbers.start else 1)\n        places = [")
+    model_file.write_text(wasteful)
+    write_plan(tmp_path / "plan.json", *problem_and_plan)
+    words = ["plan.json", "--model-file", model_file, "--steps", "3", "--device", "cpu", "--log-dir", "log"]
+    code, _, said = ran(launch, words, tmp_path)
+    assert code == 1 and "Traceback" not in said
+    assert re.search(r"\[rank \d\] memory: Unable to allocate 728\. TiB", said)
+    assert re.search(r"failed: rank \d .*: exit 3: memory: Unable to allocate 728\. TiB", said)
