@@ -223,6 +223,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PolygonError as error:
         say(f"train: {error}")
         return 2 if isinstance(error, InputError) else 1
+    except MemoryError as error:
+        say(f"train: memory: {error or 'no more of it'}")
+        return 1
     if summary:
         from runners.engine.summary import print_summary
 
