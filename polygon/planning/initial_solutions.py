@@ -22,6 +22,8 @@ WINDOWS = (2, 3, 4, 6, 8)
 """Regions near each other that share a pipeline."""
 MOST_CENTRES, FIRST_WINDOWS, MOST_LIKELY = 12, 4, 24
 """Regions around which windows are opened, windows in which everything is tried, and the best that are kept."""
+MOST_TRIMMED, MOST_CHANGES = 6, 300
+"""Of the best of them, how many are trimmed, and changes of each after which that ends."""
 FAR = 2.0
 """Times the best start so far from which on devices with little memory are left out."""
 FARTHEST = 8.0
@@ -345,7 +347,8 @@ def window_starts(
     value_of: Callable[[Allocation], float],
     seconds_left: Callable[[], float],
 ) -> list[Allocation]:
-    """One pipeline over some regions that are near each other, each of which has stages of its own.
+    """One pipeline over some regions that are near each other, each of which has stages of its own; or where one has a
+    stage of its own and the others share the next one, or the one before.
 
     Parameters
     ----------
@@ -357,9 +360,49 @@ def window_starts(
     rates = block_rates(decoder, decoder.tables.micro_batch_sizes[0])
 
     def ways(chain: list[int], column: dict[int, int]) -> Iterator[np.ndarray]:
-        return _whole_regions(chain, column, decoder, rates, rows)
+        yield from _whole_regions(chain, column, decoder, rates, rows)
+        yield from _one_and_others(chain, column, decoder, rows)
 
-    return _along_chains(decoder, _windows(decoder, rates), ways, sizes, value_of, seconds_left)
+    found = _along_chains(decoder, _windows(decoder, rates), ways, sizes, value_of, seconds_left)
+    several = [x for x in found if np.count_nonzero(x.workers.any(axis=1)) > 1][:MOST_TRIMMED]
+    return sorted([*found, *(trimmed(decoder, x, value_of, seconds_left) for x in several)], key=value_of)
+
+
+def trimmed(
+    decoder: Decoder, x: Allocation, value_of: Callable[[Allocation], float], seconds_left: Callable[[], float]
+) -> Allocation:
+    """The allocation after the change, again and again, that makes its value least: of the workers that a class has in
+    a stage all or half leave it, or work at another degree.
+
+    Parameters
+    ----------
+    value_of, seconds_left : callable
+        As for `grown_starts`.
+    """
+
+    def changed(s: int, c: int, left: int, other: int, more: int) -> Allocation:
+        workers = x.workers.copy()
+        workers[s, c] = left
+        workers[s, other] += more
+        return replace(x, workers=workers)
+
+    def changes() -> Iterator[Allocation]:
+        for s, c in np.argwhere(x.workers).tolist():
+            count, (pool, tp) = int(x.workers[s, c]), decoder.classes[c]
+            yield from (changed(s, c, left, c, 0) for left in {0, count // 2})
+            yield from (
+                changed(s, c, 0, other, count * tp // degree) for other, degree in decoder.columns[pool] if other != c
+            )
+
+    value, tried = value_of(x), 0
+    while tried < MOST_CHANGES and seconds_left() > 0:
+        options = [option for option in changes() if option.workers.any()]
+        values = [value_of(option) for option in options]
+        tried += len(values)
+        if not values or min(values) >= value:
+            break
+        value, x = min(values), options[int(np.argmin(values))]
+    return x
 
 
 def narrow_starts(
@@ -464,6 +507,21 @@ def _whole_regions(
             first += own
         if x[:first].any(axis=1).all():
             yield x
+
+
+def _one_and_others(chain: list[int], column: dict[int, int], decoder: Decoder, stages: int) -> Iterator[np.ndarray]:
+    """The workers of the first region of a chain of pools in one stage, and those of all others in another one, behind
+    it or before it."""
+    if stages < 2:
+        return
+    region = decoder.tables.links.region
+    x = np.zeros((stages, len(decoder.classes)), dtype=np.int64)
+    for p in column:
+        tp = decoder.classes[column[p]][1]
+        x[int(region[p] != region[chain[0]]), column[p]] = decoder.problem.cluster.pools[p].devices // tp
+    if x[:2].any(axis=1).all():
+        yield x
+        yield np.concatenate([x[1::-1], x[2:]])
 
 
 def _windows(decoder: Decoder, rates: np.ndarray) -> Iterator[list[int]]:

@@ -13,6 +13,7 @@ from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.initial_solutions import (
     FARTHEST,
     MOST_BESIDE,
+    _one_and_others,
     _regions_alone,
     _sequences,
     closed_starts,
@@ -21,6 +22,7 @@ from polygon.planning.initial_solutions import (
     narrow_starts,
     replicated_starts,
     simple_starts,
+    trimmed,
     window_starts,
 )
 from tests.drawn_problems import larger_problems
@@ -95,7 +97,7 @@ def two_cities(decoder):
 
 
 def test_near_regions_share_a_pipeline_each_with_stages_of_its_own(decoder):
-    """The best lies in one city, over several of its regions, none of which shares a stage with another."""
+    """The best lies in one city, over several of its regions, none of which shares a stage with another here."""
     cities = two_cities(decoder)
     starts = window_starts(cities, 8, (1, 2), cities.value, lambda: math.inf)
     region = cities.tables.links.region[[p for p, _ in cities.classes]]
@@ -133,6 +135,54 @@ def test_pipelines_of_tied_models_come_back_to_where_they_begin(decoder):
     assert not list(closed_starts(tied, [replace(one_way, workers=np.minimum(one_way.workers, 1))]))
     untied = replace(decoder.problem, model=replace(decoder.problem.model, tied_embeddings=False))
     assert not list(closed_starts(Decoder(untied), [one_way]))
+
+
+def test_one_region_and_those_near_it_are_two_stages_either_way(decoder):
+    """All devices of a region make a stage, all of the others the next one, or the one before."""
+    region = decoder.tables.links.region
+    column = {p: decoder.widest_class(p, 1)[0] for p in decoder.columns}
+    chain = sorted(column, key=lambda p: (region[p] != 2, p))
+    one_way, other_way = _one_and_others(chain, column, decoder, 3)
+    assert one_way.shape == (3, len(decoder.classes)) and not one_way[2].any()
+    assert np.array_equal(one_way[:2], other_way[1::-1])
+    at = region[[p for p, _ in decoder.classes]]
+    assert set(at[one_way[0] > 0].tolist()) == {2} and set(at[one_way[1] > 0].tolist()) == {0, 1, 3}
+    devices = {p: decoder.problem.cluster.pools[p].devices for p in column}
+    assert {p: int(one_way[:, c].sum()) for p, c in column.items()} == devices
+    alone = [p for p in chain if region[p] == 2]
+    assert not list(_one_and_others(alone, {p: column[p] for p in alone}, decoder, 3))
+    assert not list(_one_and_others(chain, column, decoder, 1))
+
+
+def test_weak_regions_share_a_stage_beside_a_strong_one():
+    """Of pipelines of two stages over three regions, the best has one of both regions of one device each."""
+    cluster = cluster_of([[("a100-40gb", n, 1)] for n in (4, 1, 1)], latency_s=1e-3, bytes_per_s=5e9)
+    model = small_gpt(blocks=12, hidden_size=2048, head_dim=64, ffn_size=8192)
+    own = Decoder(Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024)))
+    starts = window_starts(own, 2, (1,), own.value, lambda: math.inf)
+    at = own.tables.links.region[[p for p, _ in own.classes]]
+    used = [[set(at[row > 0].tolist()) for row in x.workers if row.any()] for x in starts]
+    everywhere = [stages for stages in used if set.union(*stages) == {0, 1, 2}]
+    assert everywhere[0] in ([{0}, {1, 2}], [{1, 2}, {0}])
+
+
+def test_trimming_leaves_out_who_holds_a_stage_up(decoder):
+    """T4 beside A100 behind a slow link are let go; no change is better then, and time that is up ends it."""
+    groups = [[("a100-40gb", 4, 1)], [("a100-40gb", 2, 1), ("t4", 1, 1)]]
+    cluster = cluster_of(groups, latency_s=0.02, bytes_per_s=2e8)
+    model = small_gpt(blocks=8, hidden_size=2048, head_dim=64, ffn_size=8192)
+    own = Decoder(Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024)))
+    column = {p: own.widest_class(p, 1)[0] for p in own.columns}
+    x = Allocation(workers=next(_one_and_others(sorted(column), column, own, 3)), micro_batch_size=1)
+    found = trimmed(own, x, own.value, lambda: math.inf)
+    assert own.value(found) < own.value(x) and found.micro_batch_size == 1
+    assert not found.workers[:, column[2]].any() and found.workers.any()
+    assert np.array_equal(trimmed(own, found, own.value, lambda: math.inf).workers, found.workers)
+    for s, c in np.argwhere(found.workers).tolist():
+        less = found.workers.copy()
+        less[s, c] //= 2
+        assert not less.any() or own.value(replace(found, workers=less)) >= own.value(found)
+    assert trimmed(own, x, own.value, lambda: 0.0) is x
 
 
 def test_what_is_slow_is_left_out_of_a_window_as_well(decoder):
