@@ -119,7 +119,7 @@ def prepare(job: Job, world_size: int) -> None:
     model = model_of(job.recipe.model, job.folder)
     for samples in training_and_validation(job.recipe, model, batch_of(job.recipe, model).seq_len, job.folder):
         if samples is not None:
-            digest_of(samples)  # reads some
+            digest_of(samples)  # it reads some: files that cannot be read, or are too large for memory, end here
 
 
 def figures(job: Job, world_size: int, start_s: float) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def check_trackers(names: Sequence[str], mode: str | None = None) -> None:
     """
     for name in names:
         if find_spec(name) is None:
-            raise InputError(f"--track: found {name}, expected it to be installed (pip install {name})")
+            raise _not_installed(name)
     if "wandb" in names and (mode or os.environ.get("WANDB_MODE")) == "online":
         import wandb
 
@@ -140,6 +140,10 @@ def check_trackers(names: Sequence[str], mode: str | None = None) -> None:
             wandb.teardown()  # ranks are forked: none must find its process and threads
         if not known:
             raise InputError(NO_ACCOUNT)
+
+
+def _not_installed(name: str, why: str = "") -> InputError:
+    return InputError(f"--track: found {name}, expected it to be installed (pip install {name}){why}")
 
 
 class Trackers:
@@ -183,9 +187,7 @@ def open_trackers(names: Sequence[str], directory: Path, run: str, settings: Map
             try:
                 tracker = _MAKERS[name](directory, run, settings)
             except ImportError as error:
-                raise InputError(
-                    f"--track: found {name}, expected it to be installed (pip install {name}): {error}"
-                ) from error
+                raise _not_installed(name, f": {error}") from error
             stack.callback(tracker.close)
             trackers.append(tracker)
         yield Trackers(trackers)
