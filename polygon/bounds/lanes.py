@@ -234,7 +234,11 @@ def splits_end(pipeline: Pipeline, waits_s: np.ndarray, groups: int, time_s: flo
                     for own in range(1, layers + 1):
                         if able[group, i, own, c]:
                             costs[price, group, i, own] = min(costs[price, group, i, own], cost)
-    costs[several] = costs[0]
+    # Number by number: assignments of whole arrays take longest of all to compile.
+    for group in (0, groups - 1):
+        for i in range(len(counts) - 1):
+            for own in range(layers + 1):
+                costs[several, group, i, own] = costs[0, group, i, own]
     for group in range(1, groups - 1):
         costs[several, group] = 0.0
     split = np.ones(groups, dtype=np.int64)
@@ -318,10 +322,16 @@ def group_waits_s(pipeline: Pipeline, time_s: float, most_groups: int) -> np.nda
                     left_s = time_s - begins_s - reduced_s
                     need = workers_capacity(pipeline, sharding, group, first, last, left_s, whole_s - reduced_s)
                     if need <= pipeline.tier_capacity[scatters, j] * (1 + 1e-9):
-                        least_s = np.minimum(least_s, own_s)
-                if least_s.min() == np.inf:
+                        for c in range(classes):
+                            for level in range(len(pipeline.held)):
+                                least_s[c, level] = min(least_s[c, level], own_s[c, level])
+                found = False
+                for c in range(classes):
+                    for level in range(len(pipeline.held)):
+                        waits_s[group, scatters, count, c, level] = least_s[c, level]
+                        found = found or least_s[c, level] < np.inf
+                if not found:
                     break
-                waits_s[group, scatters, count] = least_s
     return waits_s
 
 
