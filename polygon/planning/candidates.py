@@ -22,9 +22,8 @@ from solvers.problem import SearchProblem
 MOST_STRUCTURES = 3000
 NEW_STAGE = 0.1
 """Of small steps: how often a stage more is offered to the workers that move."""
-HURDLE = 1.3
-"""Of the best step simulated: an allocation that takes longer at its first paces gets no other. These overstate drafts
-that memory holds back by up to a quarter, which is more than a search has between its best allocations."""
+RUNNER_UP = 0.08
+"""Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
 DIGITS = 9
 """To which values of allocations agree that differ in idle workers alone."""
 
@@ -294,7 +293,7 @@ class ExactCandidates(Candidates):
         super().__init__(decoder, stages)
         self._met = met
         self._values: dict[Hashable, float] = {}
-        self._hurdle_s = math.inf
+        self._known_s = math.inf
         self.bills: list[tuple[Bill, Allocation]] = []
         """What every allocation evaluated costs."""
 
@@ -316,14 +315,14 @@ class ExactCandidates(Candidates):
         key = self.key(x)
         if key not in self._values:
             self._met(self._values)
-            plan = self.decoder.decode(x, relax=False, hurdle_s=self._hurdle_s)
+            plan = self.decoder.decode(x, relax=False, known_s=(1 + RUNNER_UP) * self._known_s)
             self._values[key] = math.inf
             if isinstance(plan, Plan):
                 bill = self.decoder.bill(plan)
                 self.bills.append((bill, x))
                 self._values[key] = value_of(self.decoder.problem, self.decoder.objective, bill)
                 if self.decoder.objective is STEP_TIME and self._values[key] < OVER_LIMIT:
-                    self._hurdle_s = min(self._hurdle_s, HURDLE * bill.step_s)
+                    self._known_s = min(self._known_s, bill.step_s)
         return self._values[key]
 
 

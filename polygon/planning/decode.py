@@ -48,7 +48,7 @@ from polygon.planning.link_compression import (
     summing_inside,
     without_inside,
 )
-from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
+from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, is_step_time, value_of
 from polygon.planning.problem_arrays import Bank, Setting, build_bank, splits_sequence, worker_classes
 from polygon.planning.routing import build_routes
 from polygon.planning.stage_rules import StageRules
@@ -182,6 +182,11 @@ class Decoder:
         bank = self.bank(allocation.setting)
         return fluid_step_s(bank, allocation.workers, *_out(rows), self._work(rows), BEST)
 
+    @property
+    def by_time(self) -> bool:
+        """Whether the search minimises the time of the step and nothing else."""
+        return is_step_time(self.problem, self.objective)
+
     def legal(self, allocation: Allocation) -> Allocation:
         """The allocation without the workers that the constraints keep out of their stages."""
         return replace(allocation, workers=self.rules.legal(allocation.workers)) if self.rules else allocation
@@ -193,7 +198,7 @@ class Decoder:
         """
         value = self._values.get(allocation.key)
         if value is None:
-            if self.objective is STEP_TIME and not self.problem.constraints.limits_cost:
+            if self.by_time:
                 value = self.fluid_s(allocation)[0]
             else:
                 value = value_of(self.problem, self.objective, self.fluid_bill(allocation))
@@ -226,7 +231,7 @@ class Decoder:
         *,
         relax: bool = True,
         cuts: tuple[int, ...] = (FIRST, SECOND, THIRD),
-        hurdle_s: float = math.inf,
+        known_s: float = math.inf,
     ) -> Plan | Infeasible:
         """The plan of an allocation.
 
@@ -240,14 +245,14 @@ class Decoder:
             plan is worse than under fewer packings and local steps.
         cuts : tuple of int
             Ways to cut the layers (`polygon.planning.fluid`), of which the better is taken when simulated.
-        hurdle_s : float
-            Without `relax`: where the first spans give a longer step, no others are tried (`Pacing.best`).
+        known_s : float
+            Without `relax`: the step of the best plan known (`Pacing.best`).
         """
         allocation = self.legal(allocation)
         if self.rules and not allocation.workers.any():
             return Infeasible(reason=Message("reason.no_devices_by_rules"))
         if not relax:
-            return self._decode(allocation, self.may, cuts, hurdle_s)
+            return self._decode(allocation, self.may, cuts, known_s)
         best: Plan | Infeasible = Infeasible(reason=NEVER_ENDS)
         value = math.inf
         for may in self._chain:
@@ -288,7 +293,7 @@ class Decoder:
         return self._with_local_steps(replace(fitting(found) or found, local_steps=1), may)
 
     def _decode(
-        self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...], hurdle_s: float = math.inf
+        self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...], known_s: float = math.inf
     ) -> Plan | Infeasible:
         """The plan of a legal allocation with the packings that are quickest for a message alone."""
         rows, bank = allocation.workers.shape[0], self._bank(allocation.setting, may)
@@ -301,7 +306,12 @@ class Decoder:
             elif not ways and cut == cuts[0]:
                 return Infeasible(reason=REASONS.get(why, NEVER_ENDS))
         least = min(value for value, _ in ways)
-        found = [self._decode_cut(allocation, may, *of, hurdle_s) for value, of in ways if value <= HOPELESS * least]
+        found: list[Plan | Infeasible] = []
+        for value, of in ways:
+            if value <= HOPELESS * least:
+                found.append(self._decode_cut(allocation, may, *of, known_s))
+                if self.by_time and isinstance(found[-1], Plan):
+                    known_s = min(known_s, self.plan_value(found[-1]))
         plans = [plan for plan in found if isinstance(plan, Plan)]
         return min(plans, key=self.plan_value) if plans else found[0]
 
@@ -312,7 +322,7 @@ class Decoder:
         bounds: np.ndarray,
         options: np.ndarray,
         out: np.ndarray,
-        hurdle_s: float,
+        known_s: float,
     ) -> Plan | Infeasible:
         """See `_decode`; the layers are cut as `polygon.planning.fluid` says."""
         stages = self._stages(allocation, bounds, options, int(out[0]))
@@ -320,10 +330,11 @@ class Decoder:
         if isinstance(draft, Infeasible):
             return draft
         pacing = Pacing(draft, self.tables)
-        paced = pacing.best(hurdle_s)
+        paced = pacing.best(known_s)
         packed = self._links(list(draft.stages), allocation.micro_batch_size, may, everywhere=True)
         if packed != draft.links:
-            other = Pacing(replace(draft, links=packed), self.tables, beside=pacing).best(hurdle_s)
+            known_s = known_s if paced is None else min(known_s, paced[1].step_s)
+            other = Pacing(replace(draft, links=packed), self.tables, beside=pacing).best(known_s)
             if other is not None and (paced is None or other[1].step_s < paced[1].step_s):
                 paced = other
         # What packing owes takes memory, too.

@@ -143,7 +143,9 @@ def find_optimum(
     plan = decoder.decode(result.solution) if result.solution is not None else None
     value_s = result.value
     if isinstance(plan, Plan):
-        plan = polished(plan, decoder.tables, decoder.plan_value, evaluations=effort.polish_evaluations)
+        plan = polished(
+            plan, decoder.tables, decoder.plan_value, evaluations=effort.polish_evaluations, by_time=decoder.by_time
+        )
         value_s = decoder.plan_value(plan)
     if first.value_s < value_s:
         plan, value_s = first.plan, first.value_s

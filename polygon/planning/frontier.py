@@ -30,6 +30,7 @@ from polygon.planning.objectives import (
     OVER_LIMIT,
     STEP_TIME,
     Objective,
+    is_step_time,
     mixture,
     over_limits,
     value_of,
@@ -277,7 +278,7 @@ def _within_limits(
     tables: CostTables,
 ) -> Found:
     """One round of `find_within_limits`."""
-    if objective is STEP_TIME and not problem.constraints.limits_cost:
+    if is_step_time(problem, objective):
         rng = np.random.default_rng(seed)
         return find_plan(problem, rng, groups=groups, effort=effort, tell=tell, tables=tables)
     free = without_cost_limits(problem)

@@ -126,7 +126,9 @@ def polished_outcome(decoder: Decoder, outcome: Outcome) -> Outcome:
     """The outcome with its plan polished a little, as that of a search is."""
     if outcome.plan is None:
         return outcome
-    plan = polished(outcome.plan, decoder.tables, decoder.plan_value, evaluations=POLISH_EVALUATIONS)
+    plan = polished(
+        outcome.plan, decoder.tables, decoder.plan_value, evaluations=POLISH_EVALUATIONS, by_time=decoder.by_time
+    )
     return replace(outcome, plan=plan, bill=decoder.bill(plan))
 
 

@@ -87,6 +87,11 @@ def value_of(problem: Problem, objective: Objective, bill: Bill) -> float:
     return value if objective.name == "time" else value + 1e-9 * bill.step_s
 
 
+def is_step_time(problem: Problem, objective: Objective) -> bool:
+    """Whether `value_of` is the step's time and nothing else."""
+    return objective is STEP_TIME and not problem.constraints.limits_cost
+
+
 def over_limits(problem: Problem, bill: Bill) -> tuple[Message, ...]:
     """What a bill exceeds of the limits of a problem's constraints."""
     return tuple(excess for _, excess in excesses(problem, bill))

@@ -53,7 +53,9 @@ def improved(plan: Plan, decoder: Decoder, *, evaluations: int, expired: Callabl
         for _, draft in sorted(distinct.items(), key=lambda entry: entry[0])[:MOST_NEAR]:
             if expired():
                 break
-            change = polished(draft, tables, decoder.plan_value, evaluations=evaluations, expired=expired)
+            change = polished(
+                draft, tables, decoder.plan_value, evaluations=evaluations, by_time=decoder.by_time, expired=expired
+            )
             other = decoder.plan_value(change)
             if other < value - GAIN * abs(value) and not violations(tables.problem, change, tables):
                 better, value = change, other

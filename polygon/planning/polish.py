@@ -22,13 +22,15 @@ from polygon.cost.tables import CostTables
 from polygon.domain.divisors import divisors
 from polygon.domain.plan import Plan, Stage
 from polygon.planning.checker import violations
-from polygon.planning.warmup_depths import HURDLE, Pacing
+from polygon.planning.warmup_depths import Pacing
 
 CHUNKS = (2, 3, 4, 6, 8)
 MOVES = (-1, 1, -2, 2, -4, 4, -8, 8)
 """Blocks by which a border, or a number of recomputed blocks, is moved."""
 FEWEST, MOST_ACTIONS = 20, 2_000_000
 """Changes that are priced however large the step, and micro-batches times stages that are priced in all."""
+DEARER = 1.1
+"""Times the step that a plan which is better otherwise may take."""
 GAIN = 1e-4
 """Part by which a change has to shorten the step to be kept."""
 
@@ -41,6 +43,7 @@ def polished(
     value_of: Callable[[Plan], float],
     *,
     evaluations: int,
+    by_time: bool = False,
     expired: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """The plan after small changes, each of which lowers `value_of` by more than `GAIN`.
@@ -51,6 +54,8 @@ def polished(
         What is minimised, exactly.
     evaluations : int
         Plans that are priced at most.
+    by_time : bool, optional
+        Whether `value_of` is the time of the step: then changes that can only make it longer are not simulated.
     expired : callable, optional
         Whether time is up; without it, evaluations alone are counted.
     """
@@ -65,22 +70,26 @@ def polished(
             if paced is not None and found < value - GAIN * abs(value):
                 best, value = paced[0], found
 
+    def longest_s(plan: Plan) -> float:
+        """How long the step of a plan that is worth a look may be, once this one is known."""
+        return (1.0 if by_time else DEARER) * step_times(plan, tables).step_s
+
     # A large step takes long to price: of it fewer changes are.
     most = min(evaluations, affordable(plan.micro_batches, len(plan.stages)))
     change_spans()
-    hurdle_s = HURDLE * step_times(best, tables).step_s
+    known_s = longest_s(best)
     drafts, failures, at = list(changes(best, tables)), 0, 0
     for _ in range(max(FEWEST, most)):
         if failures >= len(drafts) or expired():
             break
-        candidate = fitted(drafts[at % len(drafts)], tables, hurdle_s)
+        candidate = fitted(drafts[at % len(drafts)], tables, known_s)
         found = value_of(candidate) if candidate is not None else math.inf
         # What helped once is tried again first: changes keep their places in the list. A change that helps may still
         # be one that the rules forbid, as ZeRO-3 with local steps.
         helps = candidate is not None and found < value - GAIN * abs(value)
         if candidate is not None and helps and not violations(tables.problem, candidate, tables):
             best, value, failures = candidate, found, 0
-            hurdle_s = HURDLE * step_times(best, tables).step_s
+            known_s = longest_s(best)
             drafts = list(changes(best, tables))
         else:
             at, failures = at + 1, failures + 1
@@ -94,13 +103,14 @@ def affordable(micro_batches: int, stages: int, actions: int = MOST_ACTIONS) -> 
     return actions // max(1, micro_batches * stages)
 
 
-def fitted(draft: Plan, tables: CostTables, hurdle_s: float = math.inf) -> Plan | None:
+def fitted(draft: Plan, tables: CostTables, known_s: float = math.inf) -> Plan | None:
     """The draft with spans, or where it is interleaved with recomputed blocks, that its memory holds; None if none.
 
-    Where the first spans give a step above `hurdle_s`, no others are tried.
+    None also where no spans and no order give a step of less than `known_s`.
     """
     if draft.chunks == 1 and len(draft.stages) > 1:
-        paced = Pacing(draft, tables).best(hurdle_s)
+        pacing = Pacing(draft, tables)
+        paced = pacing.best(known_s) if pacing.floor_s < known_s else None
         return None if paced is None else paced[0]
     while True:
         place = tables.placement(draft)

@@ -16,7 +16,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
-from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
+from polygon.planning.candidates import RUNNER_UP, Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
 from polygon.planning.fluid import FIRST, SECOND, THIRD
 from polygon.planning.initial_solutions import (
@@ -80,8 +80,6 @@ NEARLY = 0.15
 """Part by which the best plan in such a set is worse than the best of all, at most."""
 SHORT = 0.25
 """Evaluations of such a search, of those of a whole one."""
-RUNNER_UP = 0.08
-"""Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
 MOST_RUNNERS_UP = 4
 TRIALS = 4
 """Part of a polish, one in so many, that every draft gets before the best of them gets all of it."""
@@ -686,7 +684,14 @@ def _polish(
         of, value = (decoder.problem, decoder.objective), decoder.plan_value(plan)
         changed: _Draft | None = decoder.tables.polished.get(of, value, evaluations)
         if changed is None:
-            found = polished(plan, decoder.tables, decoder.plan_value, evaluations=evaluations, expired=expired)
+            found = polished(
+                plan,
+                decoder.tables,
+                decoder.plan_value,
+                evaluations=evaluations,
+                by_time=decoder.by_time,
+                expired=expired,
+            )
             changed = decoder.plan_value(found), found, x
             if clock.left_s() > 0:
                 decoder.tables.polished.put(changed, of, value, evaluations)

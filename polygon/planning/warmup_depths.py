@@ -66,8 +66,9 @@ LISTS, MORE_LISTS = 2, 4
 """Orders that are listed, and how many more without gain where other spans are tried too."""
 GAIN = 1e-4
 """Part by which a step has to be shorter to count as gain."""
-HURDLE = 1.1
-"""Of the best step that a search has met: a plan that takes longer at its first paces gets no other."""
+HURDLE = 1.3
+"""Of the step of the best plan known: one that takes longer at its first paces gets no other. These overstate drafts
+that memory holds back by up to a quarter, which is more than a search has between its best allocations."""
 
 
 STRETCHES = (1.0, 1.5)
@@ -316,24 +317,72 @@ class Pacing:
     @cached_property
     def least_s(self) -> float:
         """No order of these routes ends sooner: a worker is busy for all that it computes, after the quickest way to it
-        and before the quickest way back."""
+        and before the quickest way back; so is a link for all that passes it."""
+        schedule = self.times.schedule
+        longest_s = self._least_ends_s.copy()
+        _, back_s = self._ways_s
+        quickest_s = np.full(len(longest_s), math.inf)
+        np.minimum.at(quickest_s, schedule.routes.ravel(), back_s.ravel())
+        longest_s += quickest_s
+        return max(float(longest_s.max(initial=0.0, where=np.isfinite(longest_s))), self._links_s)
+
+    @cached_property
+    def floor_s(self) -> float:
+        """No order of these routes has a shorter step, sums of gradients included unless local steps may do without."""
+        if self.plan.local_steps == 1 < max(self._tables.problem.constraints.local_steps, default=1):
+            return self.least_s
+        return max(self.least_s, replace(self.times, ends_s=self._least_ends_s).step_s)
+
+    @cached_property
+    def _ways_s(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds on the way of every micro-batch to its forward, and from the end of its backward to that of the
+        first stage, nobody waited for: (micro_batches, stages) each."""
         schedule = self.times.schedule
         alone_s = schedule.hold_s.max(axis=3) + schedule.latency_s
-        routes, busy_s = schedule.routes, schedule.forward_s + schedule.backward_s
-        longest_s = np.bincount(routes.ravel(), minlength=len(busy_s)) * busy_s
+        ways = []
         for seconds, sent_s in zip((schedule.forward_s, schedule.backward_s), alone_s, strict=True):
-            way_s, quickest_s = np.zeros(routes.shape), np.full(len(busy_s), math.inf)
-            way_s[:, 1:] = (seconds[routes[:, :-1]] + sent_s).cumsum(axis=1)
-            np.minimum.at(quickest_s, routes.ravel(), way_s.ravel())
-            longest_s += quickest_s
-        return float(longest_s.max(initial=0.0, where=np.isfinite(longest_s)))
+            way_s = np.zeros(schedule.routes.shape)
+            way_s[:, 1:] = (seconds[schedule.routes[:, :-1]] + sent_s).cumsum(axis=1)
+            ways.append(way_s)
+        return ways[0], ways[1]
 
-    def best(self, hurdle_s: float = math.inf, tries: int = 0) -> tuple[Plan, StepTimes] | None:
+    @cached_property
+    def _least_ends_s(self) -> np.ndarray:
+        """No worker ends sooner [s], shape (workers,); 0 for those without a micro-batch."""
+        schedule = self.times.schedule
+        busy_s = schedule.forward_s + schedule.backward_s
+        quickest_s = np.full(len(busy_s), math.inf)
+        np.minimum.at(quickest_s, schedule.routes.ravel(), self._ways_s[0].ravel())
+        ends_s = quickest_s + np.bincount(schedule.routes.ravel(), minlength=len(busy_s)) * busy_s
+        return np.where(np.isfinite(quickest_s), ends_s, 0.0)
+
+    @cached_property
+    def _links_s(self) -> float:
+        """No order ends before the link that is busy longest has passed all its messages, the first after the quickest
+        way to it and the last before the quickest way back."""
+        schedule = self.times.schedule
+        to_s, back_s = self._ways_s
+        if not schedule.links or not np.isfinite(to_s).all() or not np.isfinite(back_s).all():
+            return 0.0
+        forward_s, backward_s = (of[schedule.routes] for of in (schedule.forward_s, schedule.backward_s))
+        whole_s = (to_s + forward_s + backward_s + back_s)[:, -1:]
+        before_s = np.stack([(to_s + forward_s)[:, :-1], whole_s - back_s[:, 1:]])
+        after_s = np.stack([whole_s - to_s[:, 1:], (backward_s + back_s)[:, :-1]]) + schedule.latency_s
+        used = schedule.link >= 0
+        link = schedule.link[used]
+        first_s, last_s = np.full((2, schedule.links), math.inf)
+        for least_s, of_s in ((first_s, before_s), (last_s, after_s)):
+            np.minimum.at(least_s, link, np.broadcast_to(of_s[..., None], used.shape)[used])
+        ends_s = first_s + np.bincount(link, schedule.hold_s[used], schedule.links) + last_s
+        return float(ends_s.max(initial=0.0, where=np.isfinite(ends_s)))
+
+    def best(self, known_s: float = math.inf, tries: int = 0) -> tuple[Plan, StepTimes] | None:
         """The plan at its best pace, and its times; None if memory holds none.
 
-        Where the first few paces that memory holds take more than `hurdle_s`, no other is tried; else so many `tries`
-        go into other spans of single stages. Spans that the plan has, but for the widest, are tried first. Last come
-        orders that no spans say (`polygon.planning.list_schedule`), and the plan's own.
+        Where no order can be quicker than the best plan known, whose step takes `known_s`, or the first few paces that
+        memory holds take much longer, no other is tried; else so many `tries` go into other spans of single stages.
+        Spans that the plan has, but for the widest, are tried first. Last come orders that no spans say
+        (`polygon.planning.list_schedule`), and the plan's own.
         """
         best: _Paced | None = None
         seen: set[bytes] = set()
@@ -358,7 +407,8 @@ class Pacing:
             looks += 1  # the first of them
 
         def hopeless() -> bool:
-            return best is not None and len(seen) >= looks and best.step_s > hurdle_s
+            late = best is not None and len(seen) >= looks and best.step_s > HURDLE * known_s
+            return late or (best is not None and self.floor_s > known_s)
 
         own = np.array([span for of in self.plan.spans for span in of], dtype=float)
         if len(own) == len(self._least) and own.min() < self.plan.micro_batches:
@@ -370,7 +420,8 @@ class Pacing:
             better(self._wanted(AT_ONCE), AT_ONCE.kept)
         if best is None:
             return None
-        listed = self._listed(best.times, min(tries, MORE_LISTS))
+        # Lists may be far shorter than the first spans, but not than the floor.
+        listed = None if self.floor_s > known_s else self._listed(best.times, min(tries, MORE_LISTS))
         if not hopeless() and (listed is None or best.step_s <= NEARLY * listed.step_s):
             self._change_stages(better, lambda: best, tries)
         spans = by_stage(best.spans, best.times)

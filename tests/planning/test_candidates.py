@@ -66,14 +66,14 @@ def test_what_was_valued_is_not_priced_again(decoder, monkeypatch):
     assert dear.value(first) == pytest.approx(dear.fluid_bill(first).usd) != values[0]
 
 
-def test_under_a_hurdle_only_what_passes_it_gets_every_pace(decoder):
-    """A plan is never better for a hurdle, and the same wherever it passes it."""
+def test_beside_a_known_plan_only_what_may_be_quicker_gets_every_pace(decoder):
+    """A plan is never better for one that is known, and the same wherever it is the quicker one."""
     for x in (allocation([2], [1], [1]), allocation([1, 1, 0, 0], [0, 0, 0, 2])):
         step_s = decoder.step_times(decoder.decode(x, relax=False)).step_s
-        for hurdle_s in (0.5 * step_s, 1.001 * step_s, 1.1 * step_s, 10 * step_s):
-            found_s = decoder.step_times(decoder.decode(x, relax=False, hurdle_s=hurdle_s)).step_s
+        for known_s in (0.5 * step_s, 1.001 * step_s, 1.1 * step_s, 10 * step_s):
+            found_s = decoder.step_times(decoder.decode(x, relax=False, known_s=known_s)).step_s
             assert found_s >= step_s * (1 - 1e-12)
-            assert found_s == pytest.approx(step_s, rel=1e-12) or found_s > hurdle_s
+            assert found_s == pytest.approx(step_s, rel=1e-12) or found_s > known_s
         assert found_s == pytest.approx(step_s, rel=1e-12)
 
 

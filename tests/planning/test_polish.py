@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem, Stage, Worker
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.planning import polish
 from polygon.planning.polish import changes, fitted, interleaved, polished
+from polygon.planning.warmup_depths import Pacing
 from tests.linked_regions import cluster_of, small_gpt
 
 PROBLEM = Problem(
@@ -214,3 +216,22 @@ def test_polishing_prices_no_more_than_it_may():
     assert 1 < len(priced) <= 1 + polish.FEWEST and priced[0] is plan
     gains = iter([1.0, *[1.0 - 0.5 * polish.GAIN] * 10**6])
     assert polished(plan, tables, lambda draft: next(gains), evaluations=10**6) is plan
+
+
+def test_by_time_a_change_that_no_order_makes_quicker_is_not_simulated():
+    """The plan is the same, and fewer are priced; `fitted` gives none whose floor is what is known."""
+    tables = CostTables(PROBLEM)
+    plan = plan_of(pp=2, dp=2)
+    found, priced = [], []
+
+    def value_of(draft):
+        priced.append(draft)
+        return step_times(draft, tables).step_s
+
+    for by_time in (False, True):
+        priced.clear()
+        best = polished(plan, tables, value_of, evaluations=10**6, by_time=by_time)
+        found.append((step_times(best, tables).step_s, len(priced)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12) and found[1][1] < found[0][1]
+    floor_s = Pacing(plan, tables).floor_s
+    assert fitted(plan, tables, floor_s) is None is not fitted(plan, tables, floor_s * (1 + 1e-9))

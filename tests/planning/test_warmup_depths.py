@@ -10,7 +10,7 @@ from polygon.cost.simulation import ScheduleTimes
 from polygon.cost.step_times import alike, step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
-from polygon.domain.plan import Problem
+from polygon.domain.plan import Constraints, Plan, Problem
 from polygon.planning import warmup_depths
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.warmup_depths import (
@@ -214,3 +214,48 @@ def test_where_memory_is_short_spans_in_proportion_beat_those_that_are_cut(by_sp
     roomy = replace(problem, model=replace(model, blocks=12))
     plan = Decoder(roomy).decode(Allocation(workers=np.eye(6, dtype=int), micro_batch_size=1))
     assert Pacing(plan, CostTables(roomy)).longest_in_proportion() is None
+
+
+@pytest.mark.parametrize("local_steps", [(), (1, 8)])
+def test_no_order_is_quicker_than_the_floor(local_steps):
+    """Of drawn allocations under every pace and in listed orders; half of the floors are close. With local steps to
+    come, sums are not counted."""
+    cluster = cluster_of([[("a100-40gb", 2, 1), ("t4", 2, 1)], [("t4", 4, 1)], [("a100-40gb", 2, 1)]], bytes_per_s=3e7)
+    limits = Constraints(local_steps=local_steps)
+    batch = Batch(global_batch=24, seq_len=1024)
+    problem = Problem(cluster=cluster, model=small_gpt(blocks=8), batch=batch, constraints=limits)
+    tables, rng, ratios = CostTables(problem), np.random.default_rng(5), []
+    decoder = Decoder(problem, tables=tables)
+    for _ in range(30):
+        workers = rng.integers(0, 3, (rng.integers(1, 4), len(decoder.classes)))
+        plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1), relax=False)
+        if not isinstance(plan, Plan):
+            continue
+        paced = Pacing(plan, tables)
+        held = [windows for windows in map(paced.windows, PACES) if windows is not None]
+        steps_s = [paced.timed(windows).step_s for _, windows in held] + [step_times(plan, tables).step_s]
+        assert paced.floor_s <= min(steps_s) * (1 + 1e-12)
+        assert paced.least_s <= min(paced.timed(windows).ends_s.max() for _, windows in held) * (1 + 1e-12)
+        assert plan.local_steps > 1 or not local_steps or paced.floor_s == paced.least_s
+        ratios.append(min(steps_s) / paced.floor_s)
+    assert len(ratios) > 10 and (local_steps or np.median(ratios) < 1.05)
+
+
+def test_a_link_that_is_busy_for_most_of_the_step_is_a_floor():
+    """By hand: eight micro-batches of 1 s there and back, messages that hold their link for 10 s each way: the first
+    is handed over after 1 s, the last comes back, and 1 s of backward follows."""
+    problem = replace(routed_problem(1)[0], cluster=small_cluster(1, 1))
+    plan = small_plan(problem.cluster, [(0, 3), (3, 6)], [[0], [1]], [[0, 0]] * 8)
+    pacing = Pacing(plan, CostTables(problem))
+    shape = (2, 8, 1, 1)
+    times = replace(
+        pacing.times.schedule, forward_s=np.ones(2), backward_s=np.ones(2), links=2, hold_s=np.full(shape, 10.0),
+        latency_s=np.full(shape[:3], 0.5), link=np.broadcast_to([[[[0]]], [[[1]]]], shape).copy(),
+    )  # fmt: skip
+    pacing.times = replace(pacing.times, schedule=times)
+    there_s, back_s = 1 + 8 * 10 + 0.5 + 2 + 10 + 0.5 + 1, 1 + 10 + 0.5 + 2 + 8 * 10 + 0.5 + 1
+    assert pacing.least_s == pytest.approx(max(there_s, back_s))
+    one = replace(times, link=np.zeros(shape, dtype=np.int64), links=1)
+    pacing = Pacing(plan, CostTables(problem))
+    pacing.times = replace(pacing.times, schedule=one)
+    assert pacing.least_s == pytest.approx(1 + 16 * 10 + 0.5 + 1)
