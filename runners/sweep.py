@@ -163,6 +163,17 @@ def _key(row: dict[str, Any]) -> tuple[str, str, int, int, float | None]:
     return row["instance"], row["method"], row["seed"], row["evaluations"], row["time_limit_s"]
 
 
+def _require_of_today(todo: list[Task], record: Path) -> None:
+    """Raise `InputError` where a record has some of these runs by another commit: bounds and prices were others."""
+    wanted, now = {task.key for task in todo}, best_known.commit()
+    others = {str(row.get("commit")) for row in _recorded(record) if _key(row) in wanted} - {now}
+    if others:
+        raise InputError(
+            f"--keep: found runs of {', '.join(sorted(others))} in {record}, expected those of {now} alone, which runs "
+            "now (another folder by -o, or remove this one)"
+        )
+
+
 def sweep(todo: list[Task], record: Path, *, quiet: bool, **where: Any) -> list[dict[str, Any]]:
     """Run what the record lacks (`where`: as `spread` takes it), and return the rows of all tasks, in their order.
 
@@ -245,6 +256,9 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out or Path("sweeps") / args.suite)
     where = {"backend": args.backend, "scheduler": args.scheduler, "jobs": args.workers or -1, "lot": LOT}
     todo = tasks(chosen, args)
+    if args.keep:
+        require(chosen.known is not None, "--keep", chosen.name, "the suite native, whose plans can be stored")
+        _require_of_today(todo, out / "runs.jsonl")
     with located("--out: "):
         make_folder(out)
     with cli.interrupted_by_signals() as asked:
@@ -260,7 +274,6 @@ def main(argv: list[str] | None = None) -> int:
     table = report.standings_table(methods) + "\n" + report.markdown(summary, chosen.about, chosen.unit)
     write_text(out / "table.md", table)
     if args.keep:
-        require(chosen.known is not None, "--keep", chosen.name, "the suite native, whose plans can be stored")
         entries = best_known.improved(best_known.best_known(chosen.name), rows)
         best_known.write(chosen.name, entries)
         best_known.write_table(entries)
