@@ -26,6 +26,10 @@ ROUNDED = 1e-9
 """Part of a step below which a term is what rounding has left of nothing."""
 
 
+CUT_SHORT = "; no time for stages and regions"
+"""Of a bound that a time limit cut short."""
+
+
 SOURCES = {"spec": "data sheets", "calibrated": "data sheets and published runs"}
 """What times of layers are from, in words; others are measured on the devices, and called what the files are."""
 
@@ -236,7 +240,7 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBoun
         f"              {terms}",
         f"compute from  {_sources(estimate.sources['compute'].split('+'))}",
         f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
-        f"bound         no plan is faster than {seconds(bound.seconds)} ({bounds}); "
+        f"bound         no plan is faster than {seconds(bound.seconds)} ({bounds}{CUT_SHORT * bound.cut_short}); "
         f"gap {gap(estimate.step_s, bound):.0%}",
         f"limited by    {estimate.limited_by}",
         f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",

@@ -116,3 +116,12 @@ def test_links_between_regions_that_nobody_gave_are_told():
                       bytes_per_s=problem.cluster.bytes_per_s / slow)  # fmt: skip
     slower_s = step_times(plan, CostTables(replace(problem, cluster=cluster))).step_s
     assert link.slower == pytest.approx(slower_s / step_times(plan, CostTables(problem)).step_s - 1)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 4])
+def test_where_time_ends_before_plans_are_made_anew_none_was(on_one_node, looks):
+    """A half of the answer would be taken for all of it: then nothing is said of other plans."""
+    problem, plan, tables = on_one_node
+    left = iter([1.0] * looks)
+    told = assumptions(problem, plan, tables, anew=True, seconds_left=lambda: next(left, 0.0))
+    assert told == assumptions(problem, plan, tables)
