@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from polygon.commands import cli
-from polygon.domain.errors import InputError, located, require
+from polygon.domain.errors import InputError, fault, located, one_of, require
 from polygon.domain.plan import Plan
 from polygon.formats.files import make_folder, write_text
 from polygon.grid3d.spread import BACKENDS, spread
@@ -80,11 +80,11 @@ def tasks(chosen: Suite, args: argparse.Namespace) -> list[Task]:
     methods = _names(args.methods) or list(chosen.chosen or chosen.methods)
     for method in methods:
         if method not in chosen.methods:
-            raise InputError(f"--methods: found {method!r}, expected some of {sorted(chosen.methods)}")
+            raise fault("--methods", method, one_of(method, chosen.methods))
     instances = _names(args.instances) or list(chosen.instances)
     for instance in instances:
         if instance not in chosen.instances:
-            raise InputError(f"--instances: found {instance!r}, expected some of {sorted(chosen.instances)}")
+            raise fault("--instances", instance, one_of(instance, chosen.instances))
     evaluations = args.evaluations or chosen.evaluations
     limit_s = args.time_limit if args.time_limit is not None else chosen.time_limit_s
     limit_s = None if math.isinf(limit_s) else limit_s
@@ -227,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         parents=[cli.output_options()],
     )  # fmt: skip
     parser.add_argument("suite", choices=SUITES, help="which instances and methods")
-    parser.add_argument("files", nargs="*", help="further instances of the suite's kind")
+    parser.add_argument("files", nargs="*", default=[], help="further instances of the suite's kind")
     parser.add_argument("-o", "--out", metavar="DIR", help="where the record and reports go (default sweeps/SUITE)")
     parser.add_argument("--seeds", type=cli.whole(1), help="seeds per method (default: the suite's)")
     parser.add_argument("--first-seed", type=cli.whole(0), default=0, help="the first of them (default %(default)s)")
