@@ -97,6 +97,8 @@ def main(argv: list[str] | None = None) -> int:
         return cli.infeasible(result.reason)
     if interrupted:
         talk.say("interrupted: this is the best so far")
+    # First: the plan's file and the report say what is found here, and price no link more.
+    plan.assumptions(time_limit_s=clock.left_s())
     if args.out:
         plan.save(args.out)
         talk.say(f"plan in {args.out}")
@@ -150,7 +152,8 @@ def _told(
     from polygon.planning.objectives import objective_named
 
     tables = plan.problem.tables
-    plan.assumptions(anew=result.status != "interrupted", time_limit_s=clock.left_s())
+    if result.status != "interrupted" and clock.left_s() > 0:
+        plan.assumptions(anew=True, time_limit_s=clock.left_s())
     search = {"evaluations": result.evaluations, "seconds": result.seconds, "proved": result.status == "proved"}
     idle = left_out(problem, plan.data, tables, objective_named(args.objective), clock.left_s)
     data = {"search": search, **plan.to_dict(), "left_out": [asdict(row) for row in idle]}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,13 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 32
 """Workers that a picture of a timeline shows, unless told otherwise."""
+
+
+class _Assumed(NamedTuple):
+    """Links that nobody gave, and whether time ended before all were looked at."""
+
+    found: list[Assumption]
+    cut_short: bool
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -265,7 +272,8 @@ class Plan:
     def describe(self) -> str:
         """Stages, speed, memory, traffic, bound and what limits the plan, for people."""
         text = describe_plan(self.problem.data, self.data, self.evaluate(), self.bound)
-        return text + describe_assumptions(self.assumptions())
+        assumed = self.assumptions()
+        return text + describe_assumptions(assumed, cut_short=self._assumptions[max(self._assumptions)].cut_short)
 
     def assumptions(self, *, anew: bool = False, time_limit_s: float = math.inf) -> list[Assumption]:
         """Links that nobody gave and that move the step by more than 2 %: those that hide most first.
@@ -276,18 +284,19 @@ class Plan:
             Whether plans are also made anew for faster links, by short searches; what they say is kept, so `describe`
             and `to_dict` say it from then on.
         time_limit_s : float
-            Of making plans anew; if it takes longer, none was made.
+            After which no more links are looked at; if making plans anew takes longer, none was made. What was found
+            by then is kept as well, and `describe` says that it is not all.
         """
-        known: dict[bool, list[Assumption]] = self._assumptions
+        known: dict[bool, _Assumed] = self._assumptions
         wanted = anew or True in known
         if wanted not in known:
-            seconds_left = Clock(time_limit_s).left_s
-            data, tables = self.problem.data, self.problem.tables
-            known[wanted] = assumptions(data, self.data, tables, anew=wanted, seconds_left=seconds_left)
-        return known[wanted]
+            clock, data, tables = Clock(time_limit_s), self.problem.data, self.problem.tables
+            found = assumptions(data, self.data, tables, anew=wanted, seconds_left=clock.left_s)
+            known[wanted] = _Assumed(found, cut_short=clock.left_s() <= 0)
+        return known[wanted].found
 
     @cached_property
-    def _assumptions(self) -> dict[bool, list[Assumption]]:
+    def _assumptions(self) -> dict[bool, _Assumed]:
         """Those found so far, by whether plans were made anew."""
         return {}
 

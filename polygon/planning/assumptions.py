@@ -91,7 +91,7 @@ def assumptions(
         Whether to plan anew as well, which takes short searches (not on more than `MOST_DEVICES`); else the plan stays
         as it is.
     seconds_left : callable
-        Of planning anew: where this falls to 0 before it has ended, the plan stays as it is, too.
+        Once this falls to 0 no more defaults are looked at; before planning anew has ended, the plan stays as it is.
     """
     cluster, found = problem.cluster, []
     if not cluster.defaults:
@@ -106,7 +106,11 @@ def assumptions(
         other = replace(problem, cluster=_scaled(cluster, name, factor))
         return step_times(plan, tables.for_problem(other)).step_s
 
-    longer = {name: step_with(name, 1 / FACTOR) / step_s - 1 for name in names[:MOST_PRICED]}
+    longer: dict[str, float] = {}
+    for name in names[:MOST_PRICED]:
+        if seconds_left() <= 0:
+            break
+        longer[name] = step_with(name, 1 / FACTOR) / step_s - 1
     again: dict[str, float] = {}
     if anew:
         try:
@@ -114,6 +118,8 @@ def assumptions(
         except OutOfTimeError:
             anew = False
     for name in dict.fromkeys((*again, *longer)):
+        if seconds_left() <= 0:
+            break
         slower = longer[name] if name in longer else step_with(name, 1 / FACTOR) / step_s - 1
         faster = 1 - step_with(name, FACTOR) / step_s
         gained = again.get(name, 0.0) if anew else None

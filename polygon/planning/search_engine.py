@@ -512,9 +512,13 @@ def _begin(
         """Micro-batch sizes of the best so far, ascending; all while there is none."""
         return tuple(sorted({x.micro_batch_size for x in likely()})) or candidates.sizes
 
+    def left_s(part: float) -> float:
+        """Of the time, but enough until the fewest starts are valued: the very first may be many times slower."""
+        return clock.left_s(part) if valued >= FEWEST_STARTS else math.inf
+
     def simple() -> Iterator[Allocation]:
         """All that are made for the problem."""
-        yield from grown_starts(decoder, rows, value_of_start, lambda: clock.left_s(0.3))
+        yield from grown_starts(decoder, rows, value_of_start, lambda: left_s(0.3))
         sizes = likely_sizes()
         yield from replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35), best)
         yield from window_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.38))
