@@ -8,6 +8,7 @@ that changes no prediction ends the command with an error: it has lost hold of i
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -289,4 +290,5 @@ def line(title: str, rows: Sequence[Row], before: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -6,6 +6,7 @@ speed is emulated in both. Prints both step times.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -71,4 +72,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

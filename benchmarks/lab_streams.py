@@ -8,6 +8,7 @@ belong to one run.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -20,6 +21,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "comm"))
 import numpy as np
 
 from benchmarks.lab_ranks import run_on_hosts, star_network
+from polygon.commands import cli
 from polygon.planning.decode import useful_streams
 from runners.lab_net.linux import TcpSettings
 from runners.lab_net.running import Lab
@@ -81,9 +83,12 @@ def _rate(post: Callable[[int], list]) -> float:
 
 def main() -> None:
     """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    rates = [200.0, 350.0, 500.0]
+    parser.add_argument("mbit", nargs="*", type=cli.number(above=0), default=rates, help="rates of the link [Mbit/s]")
     rows = []
     port = 29600
-    for mbit in map(float, sys.argv[1:] or ("200", "350", "500")):
+    for mbit in parser.parse_args().mbit:
         latency_s, rate = np.full((2, 2), RTT_S / 2), np.full((2, 2), mbit * 1e6 / 8)
         with Lab(star_network(latency_s, rate), tcp=TcpSettings()) as lab:
             hosts = lab.network.hosts

@@ -10,6 +10,7 @@ line here and the best known results of that problem are void.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -535,4 +536,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -12,6 +12,7 @@ nodes are addresses of the loopback, so that ranks find one another.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -143,4 +144,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.exit(main())

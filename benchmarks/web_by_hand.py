@@ -9,6 +9,7 @@ assumed, then, with 1600 Gbit/s there, both plans and whether they are the same 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -104,4 +105,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.exit(main())

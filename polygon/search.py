@@ -21,13 +21,16 @@ excluded by a time that it cannot beat.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import TYPE_CHECKING, Any, get_args
 
 from polygon.api.choices import METHODS, EffortName
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
+from polygon.domain.errors import OutOfTimeError
 from polygon.domain.message import Message
+from polygon.planning.clock import Clock
 
 if TYPE_CHECKING:
     from polygon.api.plans import Plan
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from polygon.domain.groups import Groups
     from polygon.domain.plan import Problem
 
+ADVICE_PART, MOST_ADVICE_S = 0.1, 15.0
+"""Of a time limit, what is kept for what is said beside a plan, and the most: of 10,000 devices it takes so long."""
 MOST_DEVICES_TO_SIMPLIFY = 2_000
 """Clusters with more are not asked for a simpler plan: pricing those that were met takes longer than it is worth."""
 
@@ -74,6 +79,7 @@ def parser() -> cli.CommandParser:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
     args = parser().parse_args(argv)
+    clock = Clock(args.time_limit or math.inf)
     problem, groups = cli.read_task(args, "search")
     problem = limited(problem, args)
 
@@ -81,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
     talk = cli.Talk(quiet=args.quiet)
     with cli.interruptible() as asked:
-        result = _searched(args, problem, groups, talk, asked)
+        result = _searched(args, problem, groups, talk, asked, clock)
     plan = result.plan
     interrupted = result.status == "interrupted"
     if plan is None and interrupted:
@@ -91,20 +97,21 @@ def main(argv: list[str] | None = None) -> int:
         return cli.infeasible(result.reason)
     if interrupted:
         talk.say("interrupted: this is the best so far")
+    # First: the plan's file and the report say what is found here, and price no link more.
+    plan.assumptions(time_limit_s=clock.left_s())
     if args.out:
         plan.save(args.out)
         talk.say(f"plan in {args.out}")
     talk.say(f"{result.evaluations} candidates in {seconds(result.seconds)}")
     if result.status == "proved":
         talk.say("proved: no allocation of devices to stages has a better plan")
-    plan.assumptions(anew=not interrupted)
-    data, text = _told(args, problem, result, plan)
+    data, text = _told(args, problem, result, plan, clock)
     cli.emit(data, text, as_json=args.json)
     return asked.exit_code if interrupted else cli.EXIT_OK
 
 
 def _searched(
-    args: argparse.Namespace, problem: Problem, groups: Groups | None, talk: cli.Talk, asked: cli.Asked
+    args: argparse.Namespace, problem: Problem, groups: Groups | None, talk: cli.Talk, asked: cli.Asked, clock: Clock
 ) -> Result:
     """The search that the options ask for, with its progress."""
     from polygon.messages.report import seconds
@@ -121,7 +128,7 @@ def _searched(
             effort=args.effort,
             until_gap=args.until_gap,
             seed=args.seed,
-            time_limit_s=args.time_limit,
+            time_limit_s=None if args.time_limit is None else clock.before_s(ADVICE_PART, MOST_ADVICE_S),
             groups=groups,
             robust=args.robust,
             progress=tell,
@@ -130,19 +137,29 @@ def _searched(
     return found
 
 
-def _told(args: argparse.Namespace, problem: Problem, result: Result, plan: Plan) -> tuple[dict[str, Any], str]:
-    """What the result says of the plan, for machines and for people: what it leaves out, and what else was met."""
+def _told(
+    args: argparse.Namespace, problem: Problem, result: Result, plan: Plan, clock: Clock
+) -> tuple[dict[str, Any], str]:
+    """What the result says of the plan, for machines and for people: what it leaves out, and what else was met.
+
+    All of it gets what is left of the time limit, and says where that was not enough.
+    """
     from dataclasses import asdict
 
     from polygon.messages.report import describe_left_out, describe_run
     from polygon.planning.left_out import left_out
+    from polygon.planning.local_updates import local_updates
     from polygon.planning.objectives import objective_named
 
+    tables = plan.problem.tables
+    if result.status != "interrupted" and clock.left_s() > 0:
+        plan.assumptions(anew=True, time_limit_s=clock.left_s())
     search = {"evaluations": result.evaluations, "seconds": result.seconds, "proved": result.status == "proved"}
-    idle = left_out(problem, plan.data, plan.problem.tables, objective_named(args.objective))
+    idle = left_out(problem, plan.data, tables, objective_named(args.objective), clock.left_s)
     data = {"search": search, **plan.to_dict(), "left_out": [asdict(row) for row in idle]}
     parts = [plan.describe()]
-    other = result.simpler() if problem.cluster.devices <= MOST_DEVICES_TO_SIMPLIFY else None
+    simplify = problem.cluster.devices <= MOST_DEVICES_TO_SIMPLIFY
+    other = result.simpler(time_limit_s=clock.left_s()) if simplify else None
     if other is not None:
         longer = other.evaluate().step_s / plan.evaluate().step_s - 1
         data["simpler"] = {"longer_by": longer, "stages": other.stages, "devices": other.devices}
@@ -150,11 +167,16 @@ def _told(args: argparse.Namespace, problem: Problem, result: Result, plan: Plan
             f"simpler       {Message('variant.stages', stages=other.stages)} on {other.devices} devices, {longer:+.1%} "
             "(--robust weighs both)"
         )
-    gain = result.local_updates()
-    if gain is not None:
-        words = Message("plan.local_updates", times=gain.times, steps=gain.local_steps, evidence=gain.evidence)
-        data["local_updates"] = {**asdict(gain), "text": str(words)}
-        parts.append(f"local steps   {words}")
+    try:
+        gain = local_updates(problem, plan.data, tables, clock.left_s)
+    except OutOfTimeError:
+        data["local_updates"] = {"text": str(Message("plan.local_updates_no_time"))}
+        parts.append(f"local steps   {Message('plan.local_updates_no_time')}")
+    else:
+        if gain is not None:
+            words = Message("plan.local_updates", times=gain.times, steps=gain.local_steps, evidence=gain.evidence)
+            data["local_updates"] = {**asdict(gain), "text": str(words)}
+            parts.append(f"local steps   {words}")
     if idle:
         parts.append(describe_left_out(idle))
     text = "\n\n".join(parts)

@@ -30,8 +30,10 @@ from polygon.commands.cli import ProgramParser, handled_signals
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
 from polygon.formats.files import make_folder, write_plan
+from polygon.messages.report import three
 from runners.engine.arguments import add_training_options, options_from, read_run
 from runners.engine.options import Options
+from runners.host_memory import available_memory
 from runners.recipes.predicted_memory import predicted_peaks
 
 PR_SET_PDEATHSIG = 1
@@ -253,7 +255,7 @@ def make_parser() -> ProgramParser:
 
 
 def check_fits_here(problem: Problem, plan: Plan, options: Options) -> None:
-    """Raise `InputError` for a plan whose ranks need more memory than this machine has, before it is taken down."""
+    """Raise `InputError` for a plan whose ranks need more memory than is available here, before it is taken down."""
     if options.model_file is None:
         needed = sum(peak.total_bytes for peak in predicted_peaks(problem, plan).values())
         remedy = "--rehearse runs the plan's shape with a small model"
@@ -261,13 +263,13 @@ def check_fits_here(problem: Problem, plan: Plan, options: Options) -> None:
 
 
 def check_memory_here(needed_bytes: float, ranks: int, device: str, remedy: str) -> None:
-    """Raise `InputError` for ranks on CPUs that need more memory than this machine has."""
+    """Raise `InputError` for ranks on CPUs that need more memory than is available here."""
     on_gpus = device == "cuda" or (device == "auto" and Path("/dev/nvidia0").exists())
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed_bytes > here and not on_gpus:
+    here = available_memory()
+    if needed_bytes > here.n_bytes and not on_gpus:
         raise InputError(
-            f"memory: found {here / 1e9:,.0f} GB on this machine, expected the {needed_bytes / 1e9:,.0f} GB that "
-            f"{ranks} ranks need ({remedy})"
+            f"memory: found {three(here.n_bytes / 1e9)} GB {here.where}, "
+            f"expected the {needed_bytes / 1e9:,.0f} GB that {ranks} ranks need ({remedy})"
         )
 
 

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from polygon.commands import cli
-from polygon.domain.errors import InputError, located, require
+from polygon.domain.errors import InputError, fault, located, one_of, require
 from polygon.domain.plan import Plan
 from polygon.formats.files import make_folder, write_text
 from polygon.grid3d.spread import BACKENDS, spread
@@ -80,11 +80,11 @@ def tasks(chosen: Suite, args: argparse.Namespace) -> list[Task]:
     methods = _names(args.methods) or list(chosen.chosen or chosen.methods)
     for method in methods:
         if method not in chosen.methods:
-            raise InputError(f"--methods: found {method!r}, expected some of {sorted(chosen.methods)}")
+            raise fault("--methods", method, one_of(method, chosen.methods))
     instances = _names(args.instances) or list(chosen.instances)
     for instance in instances:
         if instance not in chosen.instances:
-            raise InputError(f"--instances: found {instance!r}, expected some of {sorted(chosen.instances)}")
+            raise fault("--instances", instance, one_of(instance, chosen.instances))
     evaluations = args.evaluations or chosen.evaluations
     limit_s = args.time_limit if args.time_limit is not None else chosen.time_limit_s
     limit_s = None if math.isinf(limit_s) else limit_s
@@ -163,6 +163,17 @@ def _key(row: dict[str, Any]) -> tuple[str, str, int, int, float | None]:
     return row["instance"], row["method"], row["seed"], row["evaluations"], row["time_limit_s"]
 
 
+def _require_of_today(todo: list[Task], record: Path) -> None:
+    """Raise `InputError` where a record has some of these runs by another commit: bounds and prices were others."""
+    wanted, now = {task.key for task in todo}, best_known.commit()
+    others = {str(row.get("commit")) for row in _recorded(record) if _key(row) in wanted} - {now}
+    if others:
+        raise InputError(
+            f"--keep: found runs of {', '.join(sorted(others))} in {record}, expected those of {now} alone, which runs "
+            "now (another folder by -o, or remove this one)"
+        )
+
+
 def sweep(todo: list[Task], record: Path, *, quiet: bool, **where: Any) -> list[dict[str, Any]]:
     """Run what the record lacks (`where`: as `spread` takes it), and return the rows of all tasks, in their order.
 
@@ -216,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         parents=[cli.output_options()],
     )  # fmt: skip
     parser.add_argument("suite", choices=SUITES, help="which instances and methods")
-    parser.add_argument("files", nargs="*", help="further instances of the suite's kind")
+    parser.add_argument("files", nargs="*", default=[], help="further instances of the suite's kind")
     parser.add_argument("-o", "--out", metavar="DIR", help="where the record and reports go (default sweeps/SUITE)")
     parser.add_argument("--seeds", type=cli.whole(1), help="seeds per method (default: the suite's)")
     parser.add_argument("--first-seed", type=cli.whole(0), default=0, help="the first of them (default %(default)s)")
@@ -245,6 +256,9 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out or Path("sweeps") / args.suite)
     where = {"backend": args.backend, "scheduler": args.scheduler, "jobs": args.workers or -1, "lot": LOT}
     todo = tasks(chosen, args)
+    if args.keep:
+        require(chosen.known is not None, "--keep", chosen.name, "the suite native, whose plans can be stored")
+        _require_of_today(todo, out / "runs.jsonl")
     with located("--out: "):
         make_folder(out)
     with cli.interrupted_by_signals() as asked:
@@ -260,7 +274,6 @@ def main(argv: list[str] | None = None) -> int:
     table = report.standings_table(methods) + "\n" + report.markdown(summary, chosen.about, chosen.unit)
     write_text(out / "table.md", table)
     if args.keep:
-        require(chosen.known is not None, "--keep", chosen.name, "the suite native, whose plans can be stored")
         entries = best_known.improved(best_known.best_known(chosen.name), rows)
         best_known.write(chosen.name, entries)
         best_known.write_table(entries)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from polygon.domain.plan import Constraints
 from polygon.domain.runtime import POLYGON, Runtime
 from polygon.formats import catalogue, files
 from polygon.formats.files import PathLike
+from polygon.planning.clock import Clock
 from polygon.planning.efforts import EFFORTS, UNTIL_ROUNDS, times_thorough
 from polygon.planning.exact import find_optimum
 from polygon.planning.frontier import find_front, find_within_limits
@@ -37,8 +37,8 @@ from polygon.planning.robust import surest
 from polygon.planning.search_engine import Effort, Found
 from polygon.planning.telling import Tell
 
-if TYPE_CHECKING:
-    pass
+BOUND_PART, MOST_BOUND_S = 0.15, 10.0
+"""Of a time limit, what is kept for the bound, and the most: a search of 10,000 devices takes so long for it."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -213,7 +213,9 @@ class Problem:
             where the effort is a name.
         seed : int
         time_limit_s : float, optional
-            Stop after so many seconds with the best so far; then a seed may give another plan another time.
+            Of the whole answer: stop after about so many seconds with the best so far; then a seed may give another
+            plan another time. A part is kept for the bound (`Plan.bound`), which is weaker where it takes longer. A
+            first plan is made however short the limit.
         groups : Groups, optional
             Which devices form which stage (``polygon init``): where the memetic search begins.
         robust : bool
@@ -244,13 +246,14 @@ class Problem:
             require(until_gap >= 0, "until_gap", until_gap, "a part >= 0, as 0.25")
         if configurations is not None:
             require(method == "grid3d", "configurations", str(configurations), "none, but of the method grid3d")
+        clock = _clock(time_limit_s)
         chosen = objective_named(objective)
         history: list[Milestone] = []
-        tell = _noted(history, progress)
+        tell = _noted(history, progress, clock)
         if method == "grid3d":
             found = self._grid(objective, tell, configurations)
         else:
-            limits = self._limits(effort, time_limit_s, until_gap)
+            limits = self._limits(effort, clock, until_gap)
             if method == "exhaustive":
                 require(objective == "time", "objective", objective, "time with the method exhaustive")
                 rng = np.random.default_rng(seed)
@@ -260,8 +263,9 @@ class Problem:
                     self.data, seed, objective=chosen, groups=groups, effort=limits, tell=tell, tables=self.tables
                 )
         if robust and found.plan is not None:
-            found = replace(found, plan=surest(self.data, found.plan, found.bills, self.tables).plan)
-        return self._result(found, seed, tuple(history))
+            sure = surest(self.data, found.plan, found.bills, self.tables, clock.left_s)
+            found = replace(found, plan=sure.plan)
+        return self._result(found, seed, tuple(history), clock)
 
     def front(
         self,
@@ -288,18 +292,20 @@ class Problem:
             Fastest first; empty, with the reason, where no plan keeps the constraints.
         """
         _require_seed(seed)
+        clock = _clock(time_limit_s)
         data = self.data
         points, met = find_front(
             data,
             seed,
             with_energy=with_energy,
             groups=groups,
-            effort=_effort(effort, time_limit_s),
+            effort=_effort(effort, clock),
             tell=progress,
             tables=self.tables,
         )
+        bound = self._bound_within(clock) if points else None
         return Front(
-            plans=tuple(Plan(self, replace(point.plan, seed=seed)) for point in points),
+            plans=tuple(Plan(self, replace(point.plan, seed=seed), bound) for point in points),
             bills=tuple(point.bill for point in points),
             with_energy=with_energy,
             interrupted=met.interrupted,
@@ -310,13 +316,18 @@ class Problem:
             title=f"{data.model.name} on {data.cluster.name}",
         )
 
-    def _limits(self, effort: EffortName | int | Effort, time_limit_s: float | None, until_gap: float | None) -> Effort:
+    def _bound_within(self, clock: Clock) -> LowerBound | None:
+        """The bound as far as an answer's time allows; None without a limit: worked out when it is asked for."""
+        return lower_bound(self.tables, seconds_left=clock.left_s) if math.isfinite(clock.limit_s) else None
+
+    def _limits(self, effort: EffortName | int | Effort, clock: Clock, until_gap: float | None) -> Effort:
         """How long to search, and what is good enough to end before that."""
-        limits = _effort(effort, time_limit_s)
         if until_gap is None:
-            return limits
+            return _effort(effort, clock)
+        bound = lower_bound(self.tables, seconds_left=lambda: clock.left_s(BOUND_PART))
+        limits = _effort(effort, clock)
         rounds = UNTIL_ROUNDS if isinstance(effort, str) else limits.rounds
-        return replace(limits, rounds=rounds, enough=self.bound().seconds * (1 + until_gap))
+        return replace(limits, rounds=rounds, enough=bound.seconds * (1 + until_gap))
 
     def _grid(self, objective: Objective, tell: Tell, configurations: PathLike | None) -> Found:
         """The best uniform split."""
@@ -332,9 +343,11 @@ class Problem:
             keep=None if configurations is None else lambda rows: rows.write(str(configurations), head),
         )
 
-    def _result(self, found: Found, seed: int, history: tuple[Milestone, ...]) -> Result:
+    def _result(self, found: Found, seed: int, history: tuple[Milestone, ...], clock: Clock) -> Result:
         """What a search found, priced."""
-        plan = Plan(self, replace(found.plan, seed=seed)) if found.plan is not None else None
+        plan = None
+        if found.plan is not None:
+            plan = Plan(self, replace(found.plan, seed=seed), self._bound_within(clock))
         assert plan is None or not plan.violations(), "the search made a plan that breaks a rule"
         ended: Status = "infeasible" if plan is None else "proved" if found.proved else "feasible"
         return Result(
@@ -352,18 +365,25 @@ class Problem:
         return f"Problem({self.cluster!r}, {self.model!r}, {self.batch!r})"
 
 
-def _effort(effort: EffortName | int | Effort, time_limit_s: float | None) -> Effort:
-    """An effort by name, number of rounds or spelt out, within a time limit."""
+def _clock(time_limit_s: float | None) -> Clock:
+    """Of an answer that may take so long."""
+    if time_limit_s is None:
+        return Clock()
+    require_number(time_limit_s, "time_limit_s", at_least=0)
+    return Clock(time_limit_s)
+
+
+def _effort(effort: EffortName | int | Effort, clock: Clock) -> Effort:
+    """An effort by name, number of rounds or spelt out, within what is left of a time limit."""
     if isinstance(effort, int):
         require(effort >= 1, "effort", effort, "a whole number >= 1")
         effort = times_thorough(effort)
     if isinstance(effort, str):
         require(effort in EFFORTS, "effort", effort, one_of(effort, EFFORTS))
         effort = EFFORTS[effort]
-    if time_limit_s is None:
+    if math.isinf(clock.limit_s):
         return effort
-    require_number(time_limit_s, "time_limit_s", at_least=0)
-    return replace(effort, time_limit_s=time_limit_s)
+    return replace(effort, time_limit_s=clock.before_s(BOUND_PART, MOST_BOUND_S))
 
 
 def _require_seed(seed: int) -> None:
@@ -372,14 +392,13 @@ def _require_seed(seed: int) -> None:
     require(fits, "seed", seed, "a whole number >= 0")
 
 
-def _noted(history: list[Milestone], progress: Tell | None) -> Tell:
+def _noted(history: list[Milestone], progress: Tell | None, clock: Clock) -> Tell:
     """Puts every improvement on record and passes on what is told."""
-    began_s = time.perf_counter()
 
     def tell(phase: Message, part: float, best: float) -> None:
         last = history[-1] if history else None
         if math.isfinite(best) and (last is None or last.phase != phase or best < last.value):
-            history.append(Milestone(phase, time.perf_counter() - began_s, best))
+            history.append(Milestone(phase, clock.spent_s, best))
         if progress is not None:
             progress(phase, part, best)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from polygon.api.comparison import Comparison
 from polygon.api.html import html_table
 from polygon.bounds.gap import estimate_data
+from polygon.bounds.lower_bound import LowerBound
 from polygon.cost.calibration import Calibration
 from polygon.cost.convergence import assumptions as loss_assumptions
 from polygon.cost.estimate import Estimate, estimate
@@ -32,6 +34,7 @@ from polygon.formats.files import PathLike
 from polygon.messages.report import STAGE_COLUMNS, describe_assumptions, describe_plan, seconds, stage_rows
 from polygon.planning.assumptions import Assumption, assumptions
 from polygon.planning.checker import violations
+from polygon.planning.clock import Clock
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +43,13 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 32
 """Workers that a picture of a timeline shows, unless told otherwise."""
+
+
+class _Assumed(NamedTuple):
+    """Links that nobody gave, and whether time ended before all were looked at."""
+
+    found: list[Assumption]
+    cut_short: bool
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,10 +61,14 @@ class Plan:
     problem : Problem
     data : polygon.domain.plan.Plan
         The planner's record: stages, routes, schedule, packing of links.
+    bound_in_time : LowerBound, optional
+        What a search with a time limit left of the bound; it may be weaker (`LowerBound.cut_short`) than
+        `Problem.bound`.
     """
 
     problem: Problem
     data: domain_plan.Plan
+    bound_in_time: LowerBound | None = None
 
     @classmethod
     def from_file(
@@ -88,6 +102,11 @@ class Plan:
     def devices(self) -> int:
         """Devices that the plan uses."""
         return self.data.world_size
+
+    @property
+    def bound(self) -> LowerBound:
+        """What no plan can beat: as a search with a time limit left it, else worked out when it is asked for."""
+        return self.bound_in_time or self.problem.bound()
 
     def evaluate(self) -> Estimate:
         """Predict one step: time by term, memory by worker, traffic by link, money and energy.
@@ -245,17 +264,18 @@ class Plan:
         if brief:
             priced, more = self.evaluate().to_dict(), {}
         else:
-            priced = estimate_data(self.evaluate(), self.problem.bound())
+            priced = estimate_data(self.evaluate(), self.bound)
             more = {"assumed": [asdict(assumption) for assumption in self.assumptions()]}
         loss = loss_assumptions(self.problem.data, self.data)
         return {"runtime": runtime_data(self.problem.runtime), **priced, "loss": loss, **more}
 
     def describe(self) -> str:
         """Stages, speed, memory, traffic, bound and what limits the plan, for people."""
-        text = describe_plan(self.problem.data, self.data, self.evaluate(), self.problem.bound())
-        return text + describe_assumptions(self.assumptions())
+        text = describe_plan(self.problem.data, self.data, self.evaluate(), self.bound)
+        assumed = self.assumptions()
+        return text + describe_assumptions(assumed, cut_short=self._assumptions[max(self._assumptions)].cut_short)
 
-    def assumptions(self, *, anew: bool = False) -> list[Assumption]:
+    def assumptions(self, *, anew: bool = False, time_limit_s: float = math.inf) -> list[Assumption]:
         """Links that nobody gave and that move the step by more than 2 %: those that hide most first.
 
         Parameters
@@ -263,16 +283,22 @@ class Plan:
         anew : bool
             Whether plans are also made anew for faster links, by short searches; what they say is kept, so `describe`
             and `to_dict` say it from then on.
+        time_limit_s : float
+            After which no more links are looked at; if making plans anew takes longer, none was made. What was found
+            by then is kept as well, and `describe` says that it is not all.
         """
-        return self._assumptions_anew if anew or "_assumptions_anew" in vars(self) else self._assumptions
+        known: dict[bool, _Assumed] = self._assumptions
+        wanted = anew or True in known
+        if wanted not in known:
+            clock, data, tables = Clock(time_limit_s), self.problem.data, self.problem.tables
+            found = assumptions(data, self.data, tables, anew=wanted, seconds_left=clock.left_s)
+            known[wanted] = _Assumed(found, cut_short=clock.left_s() <= 0)
+        return known[wanted].found
 
     @cached_property
-    def _assumptions(self) -> list[Assumption]:
-        return assumptions(self.problem.data, self.data, self.problem.tables)
-
-    @cached_property
-    def _assumptions_anew(self) -> list[Assumption]:
-        return assumptions(self.problem.data, self.data, self.problem.tables, anew=True)
+    def _assumptions(self) -> dict[bool, _Assumed]:
+        """Those found so far, by whether plans were made anew."""
+        return {}
 
     def save(self, path: PathLike) -> None:
         """Write the plan with its problem and estimate (JSON), for the runner, `load` and every command.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from polygon.cost.estimate import Estimate
 from polygon.cost.money import Bill
 from polygon.domain.message import Message
 from polygon.messages.report import seconds
+from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation
 from polygon.planning.local_updates import LocalUpdates, local_updates
 from polygon.planning.robust import simpler
@@ -51,20 +53,26 @@ class Result:
 
     @property
     def bound(self) -> LowerBound | None:
-        """Least step time of any plan, whatever the objective; worked out when it is asked for. None without a plan."""
-        return None if self.plan is None else self.plan.problem.bound()
+        """Least step time of any plan, whatever the objective (`Plan.bound`). None without a plan."""
+        return None if self.plan is None else self.plan.bound
 
-    def simpler(self) -> Plan | None:
-        """A plan with fewer regions, stages or links whose step is within 1 % of the plan's, if the search met one."""
+    def simpler(self, *, time_limit_s: float = math.inf) -> Plan | None:
+        """A plan with fewer regions, stages or links whose step is within 1 % of the plan's, if the search met one.
+
+        Parameters
+        ----------
+        time_limit_s : float
+            After which no more of those that were met are priced.
+        """
         if self.plan is None:
             return None
         problem = self.plan.problem
-        other = simpler(problem.data, self.plan.data, self.met, problem.tables)
+        other = simpler(problem.data, self.plan.data, self.met, problem.tables, Clock(time_limit_s).left_s)
         return None if other is None else Plan(problem, replace(other.plan, seed=self.plan.data.seed))
 
     def local_updates(self) -> LocalUpdates | None:
         """What the plan's regions would gain by training by themselves for some steps; None if they do, or little."""
-        if self.plan is None or self.plan.data.local_steps > 1:
+        if self.plan is None:
             return None
         return local_updates(self.plan.problem.data, self.plan.data, self.plan.problem.tables)
 

@@ -12,12 +12,16 @@ def gap(step_s: float, bound: LowerBound) -> float:
 
 
 def bound_data(step_s: float, bound: LowerBound) -> dict[str, object]:
-    """Plain data of a bound and of how far a step is above it, as plan files, ``--json`` and the page say them."""
+    """Plain data of a bound and of how far a step is above it, as plan files, ``--json`` and the page say them.
+
+    ``bound_cut_short`` is there where it is (`LowerBound.cut_short`).
+    """
     return {
         "lower_bound_s": bound.seconds,
         "lower_bounds_s": bound.parts,
         "bound_by": bound.binding,
         "gap": gap(step_s, bound),
+        **({"bound_cut_short": True} if bound.cut_short else {}),
     }
 
 

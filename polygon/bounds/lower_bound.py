@@ -21,7 +21,9 @@ plans that are not counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,6 +36,7 @@ from polygon.bounds.stage_tiers import (
 )
 from polygon.cost.convergence import allowed
 from polygon.cost.tables import CostTables
+from polygon.domain.errors import OutOfTimeError
 
 LONGER = 2
 """Passing all layers takes a micro-batch of more sequences no less than one over so much of the time of a smaller."""
@@ -51,11 +54,14 @@ class LowerBound:
         Seconds that compute, path and stages alone allow, and with regions.
     of : tuple, optional
         The kind of plan that may be as quick (`Stages.kinds_of_plan`), and its micro-batch size.
+    cut_short : bool
+        Whether there was no time for stages and regions: true all the same, but weaker.
     """
 
     seconds: float
     parts: dict[str, float]
     of: tuple[str, int] | None = None
+    cut_short: bool = False
 
     @property
     def binding(self) -> str:
@@ -66,19 +72,26 @@ class LowerBound:
 _known: WeakKeyDictionary[CostTables, dict[int, LowerBound]] = WeakKeyDictionary()
 
 
-def lower_bound(tables: CostTables, *, local_steps: int | None = None) -> LowerBound:
+def lower_bound(
+    tables: CostTables, *, local_steps: int | None = None, seconds_left: Callable[[], float] = lambda: math.inf
+) -> LowerBound:
     """What no plan for the problem can beat, by relaxation; worked out once for the same tables.
 
     Parameters
     ----------
     local_steps : int, optional
         Most local steps of a plan; by default what the constraints let the search choose.
+    seconds_left : callable
+        Where this falls to 0 before all is known, it is `link_free_bound` (`LowerBound.cut_short`).
     """
     if local_steps is None:
         local_steps = max(allowed(tables.problem).local_steps)
     known = _known.setdefault(tables, {})
     if local_steps not in known:
-        known[local_steps] = _bound(tables, local_steps)
+        try:
+            known[local_steps] = _bound(tables, local_steps, seconds_left)
+        except OutOfTimeError:
+            return replace(link_free_bound(tables), cut_short=True)
     return known[local_steps]
 
 
@@ -100,10 +113,16 @@ def link_free_bound(tables: CostTables) -> LowerBound:
     return LowerBound(seconds=path_s, parts={"compute": compute_s, "path": path_s})
 
 
-def _bound(tables: CostTables, local_steps: int) -> LowerBound:
+def _bound(tables: CostTables, local_steps: int, seconds_left: Callable[[], float]) -> LowerBound:
     kinds = Kinds.of(tables)
     if not kinds.classes:
         return LowerBound(seconds=np.inf, parts={"compute": np.inf})
+
+    def go_on() -> None:
+        if seconds_left() <= 0:
+            raise OutOfTimeError
+
+    go_on()
     traffic = LeastTraffic(tables, kinds, local_steps)
     compute_s = path_s = stages_s = np.inf
     known: dict[int, PipelineBound] = {}
@@ -119,10 +138,12 @@ def _bound(tables: CostTables, local_steps: int) -> LowerBound:
             compute_s, path_s = min(compute_s, size.compute_s), min(path_s, size.least_s)
             if size.least_s < found_s:
                 if number not in known:
+                    go_on()
                     known[number] = PipelineBound(size, traffic)
                     stages_s = known[number].least_s(constant(size.capacity), stages_s)
                 ways = known[number].kinds_of_plan(local_steps, finely=begins is not None)
                 for kind in sorted(ways, key=lambda kind: begins is not None and kind != begins[0]):
+                    go_on()
                     if (seconds := ways[kind](found_s)) < found_s:
                         found_s, of = seconds, (kind, number)
             elif size.path_s > LONGER * found_s:

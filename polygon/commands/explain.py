@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 from polygon.commands import cli
+from polygon.planning.clock import Clock
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     kept = "where the fastest plan goes if it beats the one given"
     parser.add_argument("--better", type=cli.out_file, metavar="FILE", help=kept)
     args = parser.parse_args(argv)
+    clock = Clock(args.time_limit or math.inf)
 
     from polygon.formats import files
     from polygon.formats.convert import runtime_data
@@ -60,8 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         return cli.infeasible(f"{args.plan}: the plan cannot be run: {broken[0]}")
     problem, plan, tables = given.problem.data, given.data, given.problem.tables
     talk = cli.Talk(quiet=args.quiet)
-    answers = _answers(args, problem, plan, tables, talk)
-    assumed = given.assumptions(anew=not answers.what.left_out)
+    answers = _answers(args, problem, plan, tables, talk, clock)
+    assumed = given.assumptions(anew=not answers.what.left_out, time_limit_s=clock.left_s())
     data = {"runtime": runtime_data(problem.runtime), **explanation_data(plan, answers, args.tokens)}
     data["assumed"] = [asdict(assumption) for assumption in assumed]
     if args.out:
@@ -77,22 +78,19 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code
 
 
-def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk) -> Any:
+def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk, clock: Clock) -> Any:
     """Alternatives and sensitivities; with a time limit, ideas get half of it and changes the rest."""
     from types import SimpleNamespace
 
     from polygon.planning.alternatives import Explainer
     from polygon.planning.what_ifs import link_changes, sensitivities
 
-    began = time.perf_counter()
-    limit_s = args.time_limit or math.inf
-
     changes = link_changes(problem.cluster, args.link, args.more_gbps) if args.link else None
     explainer = Explainer(problem, plan, tables, seed=args.seed)
     with talk.progress("explaining", 1.0) as show, cli.interruptible() as asked:
 
         def left(part: float) -> Callable[[], float]:
-            return lambda: 0.0 if asked() else part * limit_s - (time.perf_counter() - began)
+            return lambda: 0.0 if asked() else clock.left_s(part)
 
         why = explainer.explain(
             count=args.count, seconds_left=left(0.5), tell=lambda idea, part: show(part / 2, str(idea))

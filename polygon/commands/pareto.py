@@ -6,6 +6,7 @@ python -m polygon.pareto groups.json --energy --tokens 300e9 --plans front/
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
 from polygon.domain.errors import InputError
+from polygon.planning.clock import Clock
 
 if TYPE_CHECKING:
     from polygon.api.plans import Plan
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=cli.picture_file, metavar="FILE", help=picture)
     parser.add_argument("--plans", metavar="FOLDER", help="write every plan of the front there")
     args = parser.parse_args(argv)
+    clock = Clock(args.time_limit or math.inf)
 
     from polygon.formats import files
 
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             seed=args.seed,
             with_energy=args.energy,
             groups=groups,
-            time_limit_s=args.time_limit,
+            time_limit_s=None if args.time_limit is None else max(0.0, clock.left_s()),
             progress=tell,
         )
     if front.interrupted and not front.plans:

@@ -31,6 +31,10 @@ class InputError(PolygonError):
         return say(self.message)
 
 
+class OutOfTimeError(PolygonError):
+    """The time that was given ended before the answer was known; who set the limit says so."""
+
+
 class Phrase(str):
     """Words about what was found, to be shown without quotes."""
 

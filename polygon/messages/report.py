@@ -26,6 +26,10 @@ ROUNDED = 1e-9
 """Part of a step below which a term is what rounding has left of nothing."""
 
 
+CUT_SHORT = "; no time for stages and regions"
+"""Of a bound that a time limit cut short."""
+
+
 SOURCES = {"spec": "data sheets", "calibrated": "data sheets and published runs"}
 """What times of layers are from, in words; others are measured on the devices, and called what the files are."""
 
@@ -194,8 +198,9 @@ def _recompute_words(stage: Stage) -> str:
     return f"recompute {stage.recompute}{some}"
 
 
-def describe_assumptions(assumed: Sequence[Assumption]) -> str:
-    """Links that nobody gave and that matter, as lines behind a report; empty without any."""
+def describe_assumptions(assumed: Sequence[Assumption], *, cut_short: bool = False) -> str:
+    """Links that nobody gave and that matter, as lines behind a report; empty without any, where not `cut_short`
+    by a time limit."""
     lines: list[str] = []
     for assumption in assumed:
         link = assumption.link
@@ -207,8 +212,12 @@ def describe_assumptions(assumed: Sequence[Assumption]) -> str:
             f"{'assumed' if not lines else '':13s} {assumption.name}: {link.latency_s * 1e3:g} ms, "
             f"{link.bytes_per_s * 8 / 1e9:g} Gbit/s, as nobody said; {moves}"
         )
-    if lines and all(assumption.anew is None for assumption in assumed):
+    if lines and not cut_short and all(assumption.anew is None for assumption in assumed):
         lines.append(f"{'':13s} (with this plan: what another would make of faster links was not tried)")
+    if cut_short and lines:
+        lines.append(f"{'':13s} (there was no time for more links, or for other plans)")
+    elif cut_short:
+        lines.append(f"{'assumed':13s} links that nobody gave were not looked at for lack of time")
     return "\n\n" + "\n".join(lines) if lines else ""
 
 
@@ -236,7 +245,7 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBoun
         f"              {terms}",
         f"compute from  {_sources(estimate.sources['compute'].split('+'))}",
         f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
-        f"bound         no plan is faster than {seconds(bound.seconds)} ({bounds}); "
+        f"bound         no plan is faster than {seconds(bound.seconds)} ({bounds}{CUT_SHORT * bound.cut_short}); "
         f"gap {gap(estimate.step_s, bound):.0%}",
         f"limited by    {estimate.limited_by}",
         f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",

@@ -20,6 +20,7 @@ from polygon.cost.estimate import worker_regions
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster, Link, Region
+from polygon.domain.errors import OutOfTimeError
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.alternatives import SHORT
@@ -74,7 +75,13 @@ class Assumption:
 
 
 def assumptions(
-    problem: Problem, plan: Plan, tables: CostTables, least: float = LEAST, *, anew: bool = False
+    problem: Problem,
+    plan: Plan,
+    tables: CostTables,
+    least: float = LEAST,
+    *,
+    anew: bool = False,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> list[Assumption]:
     """The defaults that move a step by more than `least`: those that hide most first, then those that it rests on most.
 
@@ -83,6 +90,8 @@ def assumptions(
     anew : bool
         Whether to plan anew as well, which takes short searches (not on more than `MOST_DEVICES`); else the plan stays
         as it is.
+    seconds_left : callable
+        Once this falls to 0 no more defaults are looked at; before planning anew has ended, the plan stays as it is.
     """
     cluster, found = problem.cluster, []
     if not cluster.defaults:
@@ -97,9 +106,20 @@ def assumptions(
         other = replace(problem, cluster=_scaled(cluster, name, factor))
         return step_times(plan, tables.for_problem(other)).step_s
 
-    longer = {name: step_with(name, 1 / FACTOR) / step_s - 1 for name in names[:MOST_PRICED]}
-    again = _planned_anew(problem, plan, tables, least, longer) if anew else {}
+    longer: dict[str, float] = {}
+    for name in names[:MOST_PRICED]:
+        if seconds_left() <= 0:
+            break
+        longer[name] = step_with(name, 1 / FACTOR) / step_s - 1
+    again: dict[str, float] = {}
+    if anew:
+        try:
+            again = _planned_anew(problem, plan, tables, least, longer, seconds_left)
+        except OutOfTimeError:
+            anew = False
     for name in dict.fromkeys((*again, *longer)):
+        if seconds_left() <= 0:
+            break
         slower = longer[name] if name in longer else step_with(name, 1 / FACTOR) / step_s - 1
         faster = 1 - step_with(name, FACTOR) / step_s
         gained = again.get(name, 0.0) if anew else None
@@ -116,13 +136,34 @@ def assumptions(
 
 
 def _planned_anew(
-    problem: Problem, plan: Plan, tables: CostTables, least: float, slower: Mapping[str, float]
+    problem: Problem,
+    plan: Plan,
+    tables: CostTables,
+    least: float,
+    slower: Mapping[str, float],
+    seconds_left: Callable[[], float],
 ) -> dict[str, float]:
     """What another plan would save with a default so many times faster, for those that promise most.
 
     First all defaults are made faster at once: one alone gains from no allocation that does not gain then. Where no
     simple allocation gains, the default on which the plan rests most (the highest of `slower`) still has a search.
+
+    Raises
+    ------
+    OutOfTimeError
+        `seconds_left` fell to 0 before all that was done.
     """
+
+    def go_on() -> None:
+        if seconds_left() <= 0:
+            raise OutOfTimeError
+
+    def searched(of: Problem, tables: CostTables) -> float:
+        found = find_plan(
+            of, np.random.default_rng(0), effort=replace(SHORT, time_limit_s=seconds_left()), tables=tables
+        )
+        go_on()
+        return found.value_s
 
     def decoder_with(*names: str) -> Decoder:
         cluster = problem.cluster
@@ -131,6 +172,7 @@ def _planned_anew(
         other = replace(problem, cluster=cluster)
         return Decoder(other, tables=tables.for_problem(other))
 
+    go_on()
     now = Decoder(problem, tables=tables)
     if not now.classes:
         return {}
@@ -141,6 +183,7 @@ def _planned_anew(
     starts = [x for x in best_starts(with_all, starts, MOST_PROMISING) if with_all.fluid_s(x)[0] < enough_s]
     promising = []
     for name in problem.cluster.defaults if starts else ():
+        go_on()
         other = decoder_with(name)
         step_s = min(other.fluid_s(x)[0] for x in starts)
         if step_s < enough_s:
@@ -155,19 +198,21 @@ def _planned_anew(
         promising.append((math.inf, resting, _scaled(problem.cluster, resting, FACTOR)))
     if not promising:
         return {}
-    answers = sensitivities(problem, plan, tables=tables, changes=changes, evaluations=EVALUATIONS)
+    go_on()
+    answers = sensitivities(
+        problem, plan, tables=tables, changes=changes, evaluations=EVALUATIONS, seconds_left=seconds_left
+    )
+    go_on()
     base_s = answers.baseline_s
     if base_s < step_times(plan, tables).step_s * (1 - least):
         # A plan for least money, say: what another saves on the cluster as it is, is not the link's.
-        alike = find_plan(problem, np.random.default_rng(0), effort=SHORT, tables=tables)
-        base_s = min(base_s, alike.value_s)
+        base_s = min(base_s, searched(problem, tables))
     gains = {row.text["name"]: 1 - (1 + row.replanned) * answers.baseline_s / base_s for row in answers.rows}
     if problem.cluster.devices <= MOST_SEARCHED:
         # What simple starts lead to may be no better than a plan that a search has found.
         _, name, cluster = promising[0]
         richer = replace(problem, cluster=cluster)
-        found = find_plan(richer, np.random.default_rng(0), effort=SHORT, tables=tables.for_problem(richer))
-        gains[name] = max(gains.get(name, 0.0), 1 - found.value_s / base_s)
+        gains[name] = max(gains.get(name, 0.0), 1 - searched(richer, tables.for_problem(richer)) / base_s)
     return {name: gain for name, gain in gains.items() if gain > least}
 
 

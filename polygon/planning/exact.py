@@ -21,6 +21,7 @@ from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.allocation_bound import floors_s, limits_of
 from polygon.planning.candidates import Candidates
+from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting
@@ -119,6 +120,7 @@ def find_optimum(
         There are more than `MOST_ALLOCATIONS` allocations, or something beside time is limited, or rules pin stages.
     """
     effort = effort or Effort()
+    clock = Clock(effort.time_limit_s)
     decoder = Decoder(problem, tables=tables)
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
@@ -136,7 +138,7 @@ def find_optimum(
     result = Exhaustive().solve(
         everything,
         rng,
-        MaxEvaluations(count + KNOWN) | TimeLimit(effort.time_limit_s),
+        MaxEvaluations(count + KNOWN) | TimeLimit(clock.left_s()),
         start=known,
         callback=(lambda progress, _: tell(Message("phase.every_allocation"), 0.5, progress.value)) if tell else None,
     )
@@ -144,7 +146,12 @@ def find_optimum(
     value_s = result.value
     if isinstance(plan, Plan):
         plan = polished(
-            plan, decoder.tables, decoder.plan_value, evaluations=effort.polish_evaluations, by_time=decoder.by_time
+            plan,
+            decoder.tables,
+            decoder.plan_value,
+            evaluations=effort.polish_evaluations,
+            by_time=decoder.by_time,
+            expired=lambda: clock.left_s() <= 0,
         )
         value_s = decoder.plan_value(plan)
     if first.value_s < value_s:

@@ -23,6 +23,7 @@ from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.checker import violations
+from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.objectives import (
     ENERGY,
@@ -41,6 +42,8 @@ from polygon.planning.telling import Tell, of_round, share
 
 T = TypeVar("T")
 
+DECODING_PART = 0.1
+"""Of a time limit, what is kept for the plans of allocations that no search has ended with."""
 TIME_WEIGHTS = (0.75, 0.5, 0.25)
 """Of the mixtures of time and money that are searched between the ends."""
 
@@ -89,18 +92,23 @@ def collect(
     seed : int
         Every search has its own generator from it.
     effort : Effort
-        Of the first search; the others, which begin well, get half of it. Its time limit is for all together.
+        Of the first search; the others, which begin well, get half of it. Its time limit is for all together: once
+        it is over no other search begins.
     met : callable
         Hears after every search of the best plans so far, one of each.
     """
     effort = effort or Effort()
-    share_s = effort.time_limit_s / (len(objectives) + 1)
+    clock = Clock(effort.time_limit_s)
     bills: list[tuple[Bill, Allocation]] = []
     plans: list[tuple[Bill, Plan]] = []
     evaluations, seconds = 0, 0.0
     reason: Message | None = None
     interrupted = False
     for i, objective in enumerate(objectives):
+        left_s = clock.left_s()
+        if i and left_s <= 0:
+            break
+        share_s = left_s / (len(objectives) - i + (i == 0))
         own = replace(effort, time_limit_s=2 * share_s) if i == 0 else _half(effort, share_s)
         known = [best[1] for best in _leaders(problem, bills, objectives)]
         try:
@@ -200,15 +208,19 @@ def find_front(
     free = without_cost_limits(problem)
     tables = tables or CostTables(problem)
     effort = effort or Effort()
+    clock = Clock(effort.time_limit_s)
     searches = effort.searches()
     collection = Collection(bills=())
     for i, one in enumerate(searches):
+        left_s = (1 - DECODING_PART) * effort.time_limit_s - clock.spent_s
+        if i and left_s <= 0:
+            break
         of_one = collect(
             free,
             _seed_of(seed, i),
             objectives=objectives,
             groups=groups,
-            effort=replace(one, time_limit_s=effort.time_limit_s / len(searches)),
+            effort=replace(one, time_limit_s=left_s / (len(searches) - i)),
             tell=of_round(tell, i, len(searches)),
             tables=tables.for_problem(free),
             met=met and (lambda plans, before=collection.plans: met(front([*before, *plans]))),
@@ -220,6 +232,8 @@ def find_front(
     decoder = Decoder(problem, tables=tables, objective=MONEY)
     points = list(collection.plans)
     for _, allocation in _non_dominated(kept, with_energy):
+        if clock.left_s() <= 0 and points:
+            break
         plan = decoder.decode(allocation)
         if isinstance(plan, Plan):
             points.append((decoder.bill(plan), plan))
@@ -282,15 +296,14 @@ def _within_limits(
         rng = np.random.default_rng(seed)
         return find_plan(problem, rng, groups=groups, effort=effort, tell=tell, tables=tables)
     free = without_cost_limits(problem)
-    if problem.constraints.limits_cost:
-        effort = replace(effort, time_limit_s=effort.time_limit_s / 2)
+    clock = Clock(effort.time_limit_s)
 
-    def search(base: Problem, first_seed: int, objectives: Sequence[Objective]) -> Collection:
-        own = tables.for_problem(base)
-        return collect(base, first_seed, objectives=objectives, groups=groups, effort=effort, tell=tell, tables=own)
+    def search(base: Problem, first_seed: int, objectives: Sequence[Objective], part: float) -> Collection:
+        own, limited = tables.for_problem(base), replace(effort, time_limit_s=clock.left_s(part))
+        return collect(base, first_seed, objectives=objectives, groups=groups, effort=limited, tell=tell, tables=own)
 
     ends = [STEP_TIME] if objective is STEP_TIME else [STEP_TIME, objective]
-    collection = search(free, seed, ends)
+    collection = search(free, seed, ends, 0.5 if problem.constraints.limits_cost else 1.0)
     if not collection.bills:
         return Found(plan=None, value_s=math.inf, reason=collection.reason)
     found = _decoded(free, collection, objective, tables.for_problem(free))
@@ -298,17 +311,18 @@ def _within_limits(
         return found
     capped = replace(problem.constraints, most_usd_per_step=None, most_usd_per_hour=None, most_step_s=None)
     base = replace(problem, constraints=capped)
-    wider = search(base, seed + 1, [*ends, MONEY, *map(mixture, TIME_WEIGHTS)])
+    by_hour = problem.constraints.most_usd_per_hour is not None
+    wider = search(base, seed + 1, [*ends, MONEY, *map(mixture, TIME_WEIGHTS)], 0.75 if by_hour else 1.0)
     collection = _joined(collection, wider)
     found = _decoded(problem, collection, objective, tables)
-    if collection.interrupted or problem.constraints.most_usd_per_hour is None:
+    if collection.interrupted or not by_hour or clock.left_s() <= 0:
         return found
     # Mixtures of time and money say little of what costs little by the hour.
     within = find_plan(
         problem,
         np.random.default_rng([seed, len(ends)]),
         groups=groups,
-        effort=_half(effort, effort.time_limit_s / 2),
+        effort=_half(effort, clock.left_s()),
         tell=tell,
         tables=tables,
         objective=objective,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from polygon.cost.tables import CostTables
@@ -30,13 +31,19 @@ class LeftOut:
     reason: Message
 
 
-def left_out(problem: Problem, plan: Plan, tables: CostTables, objective: Objective = STEP_TIME) -> list[LeftOut]:
+def left_out(
+    problem: Problem,
+    plan: Plan,
+    tables: CostTables,
+    objective: Objective = STEP_TIME,
+    seconds_left: Callable[[], float] = lambda: math.inf,
+) -> list[LeftOut]:
     """Pools with devices that a plan does not use, most idle compute first, and why.
 
     All idle devices of a pool are added to each stage of the plan, and spread over all, at every tensor-parallel
     degree; the least that this would add to the step (in seconds, or what else the plan was made for) is the
     reason. It is the fluid step time that says so, and where that sees no harm the exact one. Plans of quite another
-    structure are not looked at (`polygon explain` does).
+    structure are not looked at (`polygon explain` does). Once `seconds_left` falls to 0 no further pool is looked at.
     """
     used = plan.devices_of_pools
     counted = [(pool, pool.devices - used[pool.index]) for pool in problem.cluster.pools]
@@ -55,6 +62,8 @@ def left_out(problem: Problem, plan: Plan, tables: CostTables, objective: Object
             reason = Message("idle.no_link")
         elif place >= MOST_POOLS:
             reason = Message("idle.not_looked_at")
+        elif seconds_left() <= 0:
+            reason = Message("idle.no_time")
         else:
             reason = _cost(decoder, plan, pool.index, count, MEASURES[objective.name])
         region = problem.cluster.regions[pool.region].name

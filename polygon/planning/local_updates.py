@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from polygon.cost.convergence import allowed, assumptions, rows
 from polygon.cost.tables import CostTables
+from polygon.domain.errors import OutOfTimeError
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
 from polygon.planning.decode import Decoder, most_stages
@@ -31,7 +33,9 @@ class LocalUpdates:
     evidence: Message
 
 
-def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpdates | None:
+def local_updates(
+    problem: Problem, plan: Plan, tables: CostTables, seconds_left: Callable[[], float] = lambda: math.inf
+) -> LocalUpdates | None:
     """What the same problem could do with local steps.
 
     Their numbers are those for which the parity ledger has rows of models of this size, else all that it has. The plan
@@ -41,15 +45,24 @@ def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpda
     Returns
     -------
     LocalUpdates or None
-        None where local steps may be chosen already or were ruled out by a list, in fp16 (they have no loss scaling),
-        within one region, and where they bring less than `LEAST_GAIN`.
+        None where the plan has them, where local steps may be chosen already or were ruled out by a list, in fp16 (they
+        have no loss scaling), within one region, and where they bring less than `LEAST_GAIN`.
+
+    Raises
+    ------
+    OutOfTimeError
+        `seconds_left` fell to 0 before that was known.
     """
     limits, cluster = problem.constraints, problem.cluster
+    if plan.local_steps > 1:
+        return None
     regions = {pool.region for pool in cluster.pools if problem.may_use(pool)}
     if len(regions) < 2 or limits.local_steps or max(allowed(problem).local_steps) > 1:
         return None
     if problem.batch.precision == "fp16":
         return None
+    if seconds_left() <= 0:
+        raise OutOfTimeError
     ledger = rows("local_steps")
     shown = [steps for steps, row in ledger.items() if row.level_for(problem.model) != PARITY_LEVELS[-1]]
     steps = tuple(shown) if max(shown) > 1 else tuple(ledger)
@@ -62,9 +75,11 @@ def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpda
         most_stages(other),
         tuple(dict.fromkeys((own.micro_batch_size, *decoder.tables.micro_batch_sizes[:2]))),
         lambda x: decoder.fluid_s(x)[0],
-        lambda: 1.0,
+        seconds_left,
         own_s if math.isfinite(own_s) else step_s,
     )
+    if seconds_left() <= 0:
+        raise OutOfTimeError
     found = best_of(decoder, [own, *replicated], tries=TRIES, relax=False)
     if found.plan is None or found.bill is None or found.plan.local_steps == 1:
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from polygon.cost.estimate import Estimate, estimate
@@ -31,37 +32,55 @@ class Option:
 
 
 def options(
-    problem: Problem, bills: Sequence[tuple[Bill, Allocation]], tables: CostTables, *, longest_s: float
+    problem: Problem,
+    bills: Sequence[tuple[Bill, Allocation]],
+    tables: CostTables,
+    *,
+    longest_s: float,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> list[Option]:
-    """The plans of allocations whose steps are no longer than that and that keep all limits, quickest first."""
+    """The plans of allocations whose steps are no longer than that and that keep all limits, quickest first: as
+    many as time allows."""
     decoder, found = Decoder(problem, tables=tables), []
     # What a search met may cost more than is allowed: under limits it also looks where there are none.
     may = [pair for pair in bills if pair[0].step_s <= longest_s and not excesses(problem, pair[0])]
     for _, allocation in sorted(may, key=lambda pair: pair[0].step_s)[:MOST_PRICED]:
+        if seconds_left() <= 0:
+            break
         plan = decoder.decode(allocation)
         if not isinstance(plan, Infeasible) and not excesses(problem, decoder.bill(plan)):
             found.append(Option(plan=plan, estimate=estimate(problem, plan, tables)))
     return found
 
 
-def surest(problem: Problem, plan: Plan, bills: Sequence[tuple[Bill, Allocation]], tables: CostTables) -> Option:
+def surest(
+    problem: Problem,
+    plan: Plan,
+    bills: Sequence[tuple[Bill, Allocation]],
+    tables: CostTables,
+    seconds_left: Callable[[], float] = lambda: math.inf,
+) -> Option:
     """The plan whose 90 % interval ends first: of those met, and of `plan` itself.
 
     None whose step is longer than the interval of `plan` can be it. Of those whose intervals end within `NEARLY` of the
     first, the one with fewest parts is taken.
     """
     own = Option(plan=plan, estimate=estimate(problem, plan, tables))
-    every = [own, *options(problem, bills, tables, longest_s=own.estimate.high_s)]
+    every = [own, *options(problem, bills, tables, longest_s=own.estimate.high_s, seconds_left=seconds_left)]
     first_s = min(option.estimate.high_s for option in every)
     near = [option for option in every if option.estimate.high_s <= first_s * (1 + NEARLY)]
     return min(near, key=lambda option: (option.parts, option.estimate.high_s))
 
 
 def simpler(
-    problem: Problem, plan: Plan, bills: Sequence[tuple[Bill, Allocation]], tables: CostTables
+    problem: Problem,
+    plan: Plan,
+    bills: Sequence[tuple[Bill, Allocation]],
+    tables: CostTables,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Option | None:
     """A plan with fewer parts (`Option.parts`) whose step is within `NEARLY` of the plan's; None if none was met."""
     own = Option(plan=plan, estimate=estimate(problem, plan, tables))
-    near = options(problem, bills, tables, longest_s=own.estimate.step_s * (1 + NEARLY))
+    near = options(problem, bills, tables, longest_s=own.estimate.step_s * (1 + NEARLY), seconds_left=seconds_left)
     best = min([own, *near], key=lambda option: (option.parts, option.estimate.step_s))
     return None if best.parts == own.parts else best

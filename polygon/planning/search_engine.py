@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import RUNNER_UP, Candidates, ExactCandidates, GroupCandidates
+from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
 from polygon.planning.fluid import FIRST, SECOND, THIRD
 from polygon.planning.initial_solutions import (
@@ -265,6 +265,7 @@ def find_plan(
     effort = effort or Effort()
     gentle: list[Allocation] = []
     kept: list[Plan] = []
+    clock = Clock(effort.time_limit_s)
     if gentler := _gentler(problem):
         half = replace(effort, time_limit_s=effort.time_limit_s / 2)
         before = find_plan(
@@ -273,7 +274,7 @@ def find_plan(
         )  # fmt: skip
         if before.interrupted:
             return before
-        gentle, effort = [x for _, x in before.bills[:1]], half
+        gentle, effort = [x for _, x in before.bills[:1]], replace(effort, time_limit_s=clock.left_s())
         kept = [before.plan] if before.plan is not None else []
         known, tell = [*known, *gentle], share(tell, 0.5, 1.0)
     return _found(
@@ -298,11 +299,11 @@ def _found(
 ) -> Found:
     """`find_plan` at one level of parity, after allocations and plans of gentler ones; whether also `in_parts`, and
     what it `begins_with` in place of the simple starts."""
+    clock = Clock(effort.time_limit_s)
     decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
     decoder.warm_up()
-    clock = _Clock(effort.time_limit_s)
     begun, candidates = _begin_once(decoder, groups, known, effort, clock, tell, begins_with)
     # A large cluster takes long to evaluate: of it fewer allocations are.
     most = min(effort.fluid_evaluations, MOST_CELLS // candidates.space.classes)
@@ -342,7 +343,8 @@ def _found(
         start=[*known, *(x for _, _, x in begun.uniform), *likely],
     )
     evaluations += result.evaluations
-    draft = _draft(decoder, [*([] if result.solution is None else [result.solution]), *gentle], begun.uniform)
+    solutions = [*([] if result.solution is None else [result.solution]), *gentle]
+    draft = _draft(decoder, solutions, begun.uniform, relax=clock.left_s() > 0)
     if draft is None:
         return ended(None, math.inf, (), reason=_why_not(decoder, candidates.elite[:8]))
     interrupted = interrupted or result.stopped_by == "interrupt"
@@ -350,7 +352,7 @@ def _found(
         found, interrupted = _in_parts(decoder, candidates, exact, draft[0], rng, effort, clock, tell)
         evaluations += sum(part.evaluations for part, _ in found)
         draft = min([draft, *(new for _, new in found if new)], key=lambda entry: entry[0])
-    if not interrupted:
+    if not interrupted and clock.left_s() > 0:
         draft, interrupted = _polish(decoder, exact, draft, begun.uniform, effort, clock, tell)
     # What is allowed with less may be all that is found with more, and was polished there.
     drafts = [draft, *((decoder.plan_value(plan), plan, gentle[0]) for plan in kept)]
@@ -369,7 +371,7 @@ def _explore(
     rng: np.random.Generator,
     effort: Effort,
     begun: _Begun,
-    clock: _Clock,
+    clock: Clock,
     tell: Tell | None,
 ) -> tuple[int, bool]:
     """Search on the fluid objective from the starts: `candidates` keeps what is good; evaluations, and whether broken.
@@ -426,22 +428,6 @@ def _race(most: int, memory: int) -> _Phase:
     return Racing(racers=racers, lap=lap, memory=memory), taken(racers, lap), most
 
 
-class _Clock:
-    """Of one search."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s, self._began = limit_s, time.perf_counter()
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds since the search began."""
-        return time.perf_counter() - self._began
-
-    def left_s(self, part: float = 1.0) -> float:
-        """Seconds left of a part of the limit."""
-        return part * self._limit_s - self.spent_s
-
-
 _Draft = tuple[float, Plan, Allocation]
 """A value, the plan that has it, and the allocation that it is a plan of."""
 
@@ -461,7 +447,7 @@ def _begin_once(
     groups: Groups | None,
     known: Sequence[Allocation],
     effort: Effort,
-    clock: _Clock,
+    clock: Clock,
     tell: Tell | None,
     begins_with: Sequence[Allocation] = (),
 ) -> tuple[_Begun, Candidates]:
@@ -486,7 +472,7 @@ def _begin(
     groups: Groups | None,
     known: Sequence[Allocation],
     most_rows: int,
-    clock: _Clock,
+    clock: Clock,
     tell: Tell | None = None,
     begins_with: Sequence[Allocation] = (),
 ) -> _Begun:
@@ -524,9 +510,13 @@ def _begin(
         """Micro-batch sizes of the best so far, ascending; all while there is none."""
         return tuple(sorted({x.micro_batch_size for x in likely()})) or candidates.sizes
 
+    def left_s(part: float) -> float:
+        """Of the time, but enough until the fewest starts are valued: the very first may be many times slower."""
+        return clock.left_s(part) if valued >= FEWEST_STARTS else math.inf
+
     def simple() -> Iterator[Allocation]:
         """All that are made for the problem."""
-        yield from grown_starts(decoder, rows, value_of_start, lambda: clock.left_s(0.3))
+        yield from grown_starts(decoder, rows, value_of_start, lambda: left_s(0.3))
         sizes = likely_sizes()
         yield from replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35), best)
         yield from window_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.38))
@@ -576,13 +566,16 @@ def _begin(
     return _Begun(looked_at=len(ranked), tried=tried, uniform=uniform, interrupted=interrupted)
 
 
-def _draft(decoder: Decoder, found: Sequence[Allocation], uniform: Sequence[_Draft]) -> _Draft | None:
+def _draft(
+    decoder: Decoder, found: Sequence[Allocation], uniform: Sequence[_Draft], *, relax: bool = True
+) -> _Draft | None:
     """The best plan of some allocations and uniform splits.
 
     Exact candidates have the packings that suit a message alone; only here are others tried as well. What a uniform
-    split says beside its allocation (chunks, say) may be what makes it the best.
+    split says beside its allocation (chunks, say) may be what makes it the best. Once time is up, no packing is tried
+    beside (`relax`, as `Decoder.decode` has it).
     """
-    plans = [(decoder.decode(x), x) for x in found]
+    plans = [(decoder.decode(x, relax=relax), x) for x in found]
     drafts = [(decoder.plan_value(plan), plan, x) for plan, x in plans if isinstance(plan, Plan)]
     drafts = [draft for draft in drafts if draft[0] < math.inf]
     best = min(drafts, key=lambda draft: draft[0], default=None)
@@ -598,7 +591,7 @@ def _in_parts(
     value: float,
     rng: np.random.Generator,
     effort: Effort,
-    clock: _Clock,
+    clock: Clock,
     tell: Tell | None,
 ) -> tuple[list[tuple[Found, _Draft | None]], bool]:
     """Short searches in sets of regions whose plans were nearly as good; what they found, and whether interrupted.
@@ -668,7 +661,7 @@ def _polish(
     draft: _Draft,
     uniform: Sequence[_Draft],
     effort: Effort,
-    clock: _Clock,
+    clock: Clock,
     tell: Tell | None,
 ) -> tuple[_Draft, bool]:
     """Small changes of the best plan and of those that are nearly as good: they can turn the order of allocations, and
@@ -699,7 +692,11 @@ def _polish(
 
     try:
         # The cuts are often the same.
-        distinct = {decoder.plan_value(plan): (plan, x) for plan, x in _drafts(decoder, exact, draft, uniform, effort)}
+        distinct = {}
+        for plan, x in _drafts(decoder, exact, draft, uniform, effort):
+            distinct[decoder.plan_value(plan)] = plan, x
+            if expired():
+                break
         total += len(distinct)
         for done, (plan, x) in enumerate(distinct.values(), 1):  # noqa: B007 (`expired` tells of it)
             change(plan, x, effort.polish_evaluations // TRIALS)
@@ -745,11 +742,11 @@ def find_in_rounds(search: Callable[[int, Effort, Tell | None], Found], effort: 
     Found
         The best, with the evaluations, seconds and bills of all.
     """
-    began = time.perf_counter()
+    clock = Clock(effort.time_limit_s)
     met: list[Found] = []
     searches = effort.searches()
     for i, own in enumerate(searches):
-        left_s = effort.time_limit_s - (time.perf_counter() - began)
+        left_s = clock.left_s()
         if met and (met[-1].interrupted or left_s <= 0 or min(found.value_s for found in met) <= effort.enough):
             break
         try:

@@ -7,7 +7,8 @@ The values are those of torch's schedulers, `LinearLR` for the warm-up and then 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from polygon.domain.errors import require, require_number
 
@@ -16,6 +17,23 @@ DECAYING_PART = 0.1
 """Of all steps, in which `wsd` falls (MiniCPM, arXiv 2404.06395, section 4: 10 % are enough)."""
 FINAL_PART = 0.1
 """Of the largest rate, at the end (Llama 2, arXiv 2307.09288, section 2.2)."""
+
+
+class RateNames(NamedTuple):
+    """What whoever gave a learning rate calls its fields."""
+
+    largest: str
+    schedule: str
+    warmup_steps: str
+    steps: str
+    decay_steps: str
+    final_part: str
+
+
+OPTIONS = RateNames(
+    "--learning-rate", "--schedule", "--warmup-steps", "--schedule-steps", "--decay-steps", "--final-rate"
+)
+"""Of the command line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +53,8 @@ class LearningRate:
         Of wsd; None: `DECAYING_PART` of all.
     final_part : float
         Final rate over the largest.
+    names : RateNames
+        Those that errors speak of.
     """
 
     largest: float
@@ -43,22 +63,24 @@ class LearningRate:
     steps: int = 1
     decay_steps: int | None = None
     final_part: float = FINAL_PART
+    names: RateNames = field(default=OPTIONS, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_number(self.largest, "--learning-rate", above=0)
-        require(self.schedule in SCHEDULES, "--schedule", self.schedule, " or ".join(SCHEDULES))
-        require(self.warmup_steps >= 0, "--warmup-steps", self.warmup_steps, "a whole number >= 0")
-        require(self.steps >= 1, "--schedule-steps", self.steps, "a whole number >= 1")
+        names = self.names
+        require_number(self.largest, names.largest, above=0)
+        require(self.schedule in SCHEDULES, names.schedule, self.schedule, " or ".join(SCHEDULES))
+        require(self.warmup_steps >= 0, names.warmup_steps, self.warmup_steps, "a whole number >= 0")
+        require(self.steps >= 1, names.steps, self.steps, "a whole number >= 1")
         most = self.steps - self.warmup_steps
         decays = self.schedule != "constant"
-        require(not decays or most >= 1, "--warmup-steps", self.warmup_steps, f"less than all {self.steps} steps")
+        require(not decays or most >= 1, names.warmup_steps, self.warmup_steps, f"less than all {self.steps} steps")
         found = self.decay_steps
         expected = f"none with schedule {self.schedule} (wsd has them)"
-        require(found is None or self.schedule == "wsd", "--decay-steps", found, expected)
+        require(found is None or self.schedule == "wsd", names.decay_steps, found, expected)
         expected = f"1 to {most}, the steps after the warm-up"
-        require(found is None or 1 <= found <= most, "--decay-steps", found, expected)
-        require_number(self.final_part, "--final-rate", at_least=0)
-        require(self.final_part <= 1, "--final-rate", self.final_part, "at most 1, the largest rate")
+        require(found is None or 1 <= found <= most, names.decay_steps, found, expected)
+        require_number(self.final_part, names.final_part, at_least=0)
+        require(self.final_part <= 1, names.final_part, self.final_part, "at most 1, the largest rate")
 
     def at(self, step: int) -> float:
         """The rate of a step, from 0."""

@@ -13,7 +13,7 @@ from polygon.domain.errors import InputError, located, one_of
 from polygon.formats.files import read_yaml
 from polygon.formats.schema import Count, Index, Name, NotNegative, Positive, Strict, check
 from polygon.formats.serialization import parse_yaml
-from runners.engine.learning_rate import FINAL_PART, LearningRate
+from runners.engine.learning_rate import FINAL_PART, LearningRate, RateNames
 
 BACKENDS = {
     "engine": "engine_backend",
@@ -32,6 +32,12 @@ DATA_KINDS = {
     "images": "images",
 }
 """What is read: name in a recipe, and module of `runners.recipes.data`."""
+
+RATE_NAMES = RateNames(
+    "optimizer.learning_rate", "optimizer.rate_schedule", "optimizer.warmup_steps", "steps", "optimizer.decay_steps",
+    "optimizer.final_rate",
+)  # fmt: skip
+"""What a recipe calls the fields of its learning rate."""
 
 
 class ModelPart(Strict):
@@ -241,6 +247,7 @@ class Recipe(Strict):
             steps=self.steps,
             decay_steps=rate.decay_steps,
             final_part=rate.final_rate,
+            names=RATE_NAMES,
         )
 
 
@@ -278,8 +285,7 @@ def _set(data: dict[str, Any], setting: str) -> None:
 
 
 def _check_words(recipe: Recipe) -> None:
-    with located("optimizer: "):
-        assert recipe.rate  # which checks its own fields
+    assert recipe.rate  # which checks its own fields
     if recipe.backend not in BACKENDS:
         raise InputError(f"backend: found {recipe.backend!r}, expected {one_of(recipe.backend, BACKENDS)}")
     if recipe.data.kind not in DATA_KINDS:

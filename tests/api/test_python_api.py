@@ -19,8 +19,9 @@ import pytest
 
 import polygon
 from polygon.__main__ import main
-from polygon.api import choices, inputs
+from polygon.api import choices, inputs, planner
 from polygon.commands import cli
+from polygon.planning import clock
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.objectives import OBJECTIVES
 
@@ -392,3 +393,37 @@ def test_thorough_polishes_what_is_nearly_as_good():
     """On six devices an effort that polishes its best plan alone ends at 0.6607 s."""
     problem = polygon.Problem.from_file(ROOT / "instances" / "native" / "tiny-6-three-labs.yaml")
     assert problem.search(effort="thorough").estimate.step_s < 0.99 * 0.6607
+
+
+def test_a_time_limit_is_one_of_the_whole_answer(monkeypatch, tmp_path):
+    """A search that leaves nothing for the bound has a plan with a weaker one, which its file keeps; asked for by
+    itself the bound is whole."""
+    now_s, find = [0.0], planner.find_within_limits
+
+    def late(*args, **more):
+        now_s[0] += 100
+        return find(*args, **{**more, "effort": SMALL})
+
+    monkeypatch.setattr(clock, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(planner, "find_within_limits", late)
+    problem = pair_problem()
+    found = problem.search(time_limit_s=5)
+    assert found.bound.cut_short and found.bound.seconds <= problem.bound().seconds
+    found.plan.save(tmp_path / "plan.json")
+    said = json.loads((tmp_path / "plan.json").read_text())["estimate"]
+    assert said["bound_cut_short"] is True and said["lower_bound_s"] == found.bound.seconds
+    assert "; no time for stages and regions)" in found.plan.describe()
+    assert not problem.bound().cut_short and found.bound.cut_short
+    whole = problem.search(time_limit_s=1e9)
+    assert not whole.bound.cut_short and "no time" not in whole.plan.describe()
+
+
+def test_what_is_good_enough_is_worked_out_within_the_limit_too(monkeypatch):
+    """Until a gap is reached: the bound that says so has a part of the time alone."""
+    asked = []
+    monkeypatch.setattr(clock, "perf_counter", lambda: 0.0)
+    bound = planner.lower_bound
+    monkeypatch.setattr(planner, "lower_bound", lambda tables, **how: asked.append(how) or bound(tables, **how))
+    pair_problem().search(effort=SMALL, time_limit_s=100, until_gap=1e6)
+    first, last = (how["seconds_left"]() for how in asked)
+    assert first == 100 * planner.BOUND_PART < last == 100

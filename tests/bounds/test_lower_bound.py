@@ -326,3 +326,15 @@ def test_no_stage_has_more_to_sum_than_the_bound_of_it_says(once):
 def test_interleaved_plans_hold_the_ends_of_the_model(name, least_s):
     """In the groups that have them, as all lanes do: less by 2, 12 and 4 % was what others may do alike."""
     assert lower_bound(CostTables(read_problem(NATIVE / f"{name}.yaml"))).seconds > least_s
+
+
+@settings(max_examples=cases(8))
+@given(problem=problems(), looks=st.integers(0, 12))
+def test_a_bound_cut_short_is_true_and_is_not_taken_for_the_whole_one(problem, looks):
+    """Wherever time ends, what is said is no more than the whole bound, says that it is weaker, and is not kept."""
+    tables, left = CostTables(problem), iter([1.0] * looks)
+    short = lower_bound(tables, seconds_left=lambda: next(left, 0.0))
+    whole = lower_bound(tables)
+    assert not whole.cut_short and short.seconds <= whole.seconds * (1 + 1e-9)
+    assert short.cut_short == (set(short.parts) != set(whole.parts)) and (looks > 0 or short.cut_short)
+    assert lower_bound(tables, seconds_left=lambda: 0.0) is whole

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from polygon.api import planner
 from polygon.commands.evaluate import main as evaluate
 from polygon.commands.pareto import main as pareto
 from polygon.formats import files
+from polygon.planning import clock
 from polygon.planning.checker import violations
 from polygon.search import main as search
 
@@ -82,3 +84,27 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_search(name, task,
     said = capsys.readouterr().err
     assert f"--plot: {tmp_path / name}: found no ending of a picture, expected .png, .svg or .pdf" in said
     assert said.count("\n") == 1
+
+
+def test_a_search_whose_time_is_up_says_what_it_has_no_answer_to(tmp_path, capsys, monkeypatch):
+    """The plan is there, with a bound that says what it leaves out; what was not looked at is told in words."""
+    links = "links:\n  - {between: [dear, cheap], latency_ms: 50, bandwidth_gbps: 0.1}\n"
+    path, now_s = tmp_path / "two.yaml", [0.0]
+    path.write_text(CLUSTER.split("links:")[0] + links)
+    find = planner.find_within_limits
+
+    def late(*args, **more):
+        now_s[0] += 100
+        return find(*args, **more)
+
+    monkeypatch.setattr(clock, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(planner, "find_within_limits", late)
+    task = ["--cluster", str(path), *WHAT, "--effort", "quick", "--time-limit", "5"]
+    assert search([*task, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["bound_cut_short"] and "times" not in data["local_updates"]
+    assert [row["reason"]["kind"] for row in data["left_out"]] == ["idle.no_time"] * len(data["left_out"])
+    assert search(task) == 0
+    text = capsys.readouterr().out
+    assert "local steps   what they would bring was not worked out for lack of time" in text
+    assert "; no time for stages and regions); gap" in text

@@ -1,5 +1,8 @@
 """Every command line that README and the pages show is one that its program takes."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.docs.command_lines import PAGES, ROOT, command_lines, fault_of
@@ -44,3 +47,20 @@ def test_what_is_not_taken_is_told(line, said):
     """Targets, commands, files, choices and options that are not there."""
     assert said in str(fault_of(line))
     assert (fault_of(line, shortened=True) is None) == (said == "the following arguments are required")
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text("utf-8")]
+)
+def test_benchmarks_read_their_options_before_they_work(name):
+    """Whoever asks for help does not start an hour of work, and no option goes unread."""
+    assert ".parse_args(" in (ROOT / "benchmarks" / f"{name}.py").read_text("utf-8")
+
+
+def test_a_benchmark_without_options_has_help_and_refuses_others():
+    """What it does is told, and nothing done."""
+    command = [sys.executable, "-m", "benchmarks.native_instances"]
+    helped = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert helped.returncode == 0 and "Write the native benchmark's problems" in helped.stdout
+    refused = subprocess.run([*command, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "unrecognized arguments: --seed 1" in refused.stderr

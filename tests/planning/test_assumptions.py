@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polygon import Batch, Cluster, Constraints, Problem
+from polygon import Batch, Cluster, Constraints, Plan, Problem
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.uniform import ParallelConfig, uniform_plan
@@ -116,3 +116,24 @@ def test_links_between_regions_that_nobody_gave_are_told():
                       bytes_per_s=problem.cluster.bytes_per_s / slow)  # fmt: skip
     slower_s = step_times(plan, CostTables(replace(problem, cluster=cluster))).step_s
     assert link.slower == pytest.approx(slower_s / step_times(plan, CostTables(problem)).step_s - 1)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 4])
+def test_where_time_ends_before_plans_are_made_anew_none_was(on_one_node, looks):
+    """A half of the answer would be taken for all of it: then nothing is said of other plans."""
+    problem, plan, tables = on_one_node
+    left = iter([1.0] * looks)
+    told = assumptions(problem, plan, tables, anew=True, seconds_left=lambda: next(left, 0.0))
+    assert told == assumptions(problem, plan, tables)
+
+
+def test_links_for_which_there_was_no_time_are_spoken_of():
+    """With none looked at that is said, with some that there may be more; a plan keeps what was found."""
+    cluster = Cluster.from_dict({"regions": REGIONS[:1]})
+    problem = Problem(cluster, "gpt3-1.3b", Batch(global_batch=64, seq_len=1024))
+    data = uniform_plan(problem.data, ParallelConfig(dp=8, micro_batch_size=1, zero=1))
+    late, whole = Plan(problem, data), Plan(problem, data)
+    assert late.assumptions(time_limit_s=-1.0) == [] == late.assumptions() and whole.assumptions()
+    assert late.describe().endswith("links that nobody gave were not looked at for lack of time")
+    assert "no time" not in whole.describe()
+    assert "no time for more links" in describe_assumptions(whole.assumptions(), cut_short=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from polygon.domain.message import Message, say
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
-from polygon.planning import frontier
+from polygon.planning import clock, frontier
 from polygon.planning.frontier import _seed_of, find_front, find_within_limits
 from polygon.planning.search_engine import Effort
 from tests.linked_regions import cluster_of, small_gpt
@@ -20,21 +20,23 @@ def test_the_first_search_is_the_one_with_the_users_seed():
 
 
 def test_the_searches_with_and_without_a_budget_share_the_time(monkeypatch):
-    """A budget that no plan keeps: both are made, in half of the limit each at most."""
-    limits, collect = [], frontier.collect
+    """A budget that no plan keeps: both are made, one in half of the limit, the other in what that has left."""
+    limits, collect, now_s = [], frontier.collect, [0.0]
 
     def noting(*args, effort, **more):
         limits.append(effort.time_limit_s)
+        now_s[0] += 200
         return collect(*args, effort=effort, **more)
 
     monkeypatch.setattr(frontier, "collect", noting)
+    monkeypatch.setattr(clock, "perf_counter", lambda: now_s[0])
     problem = Problem(
         cluster=cluster_of([[("t4", 1, 2)]]), model=small_gpt(), batch=Batch(global_batch=4, seq_len=128),
         constraints=Constraints(most_usd_per_step=1e-12),
     )  # fmt: skip
     effort = Effort(time_limit_s=1000.0, fluid_evaluations=20, exact_evaluations=2, patience=10)
     assert find_within_limits(problem, 0, effort=effort).plan is None
-    assert len(limits) == 2 and max(limits) <= 500.0
+    assert limits == [500.0, 800.0]
 
 
 def test_progress_along_a_front_names_what_is_searched_in_both_languages():

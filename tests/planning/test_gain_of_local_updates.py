@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
+from polygon.domain.errors import OutOfTimeError
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.planning.checker import violations
@@ -64,3 +66,14 @@ def test_few_plans_are_priced_whatever_the_cluster(monkeypatch):
     monkeypatch.setattr(Decoder, "fluid_s", lambda self, x: valued.append(x) or fluid_s(self, x))
     assert local_updates(problem, plan, tables) is not None
     assert len(decoded) == TRIES < len(valued)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 5])
+def test_where_time_ends_before_it_is_known_that_is_an_error_of_its_own(looks):
+    """Not None, which says that they bring nothing; where they cannot be asked about no time is needed."""
+    problem, left = problem_of(1e8), iter([1.0] * looks)
+    plan = found_in(problem)
+    with pytest.raises(OutOfTimeError):
+        local_updates(problem, plan, CostTables(problem), lambda: next(left, 0.0))
+    listed = problem_of(1e8, local_steps=(1,))
+    assert local_updates(listed, plan, CostTables(listed), lambda: 0.0) is None

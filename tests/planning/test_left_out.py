@@ -130,3 +130,10 @@ def test_idle_devices_join_as_whole_workers():
     for option in with_idle(decoder, allocation_of(decoder, plan), 0, count):
         assert not (option.workers % 4).any()
         assert sum(tp * n for (_, tp), n in zip(decoder.classes, option.workers.sum(axis=0), strict=True)) <= 16
+
+
+def test_pools_for_which_there_is_no_time_say_so():
+    """What needs no pricing is said all the same."""
+    far = problem_of((*REGIONS, [("t4", 1, 1)]), constraints=Constraints(forbidden_regions=("r2",)))
+    rows = left_out(far, plan_on_first_region(far), CostTables(far), seconds_left=lambda: 0.0)
+    assert {row.region: row.reason.kind for row in rows} == {"r1": "idle.no_time", "r2": "idle.forbidden"}

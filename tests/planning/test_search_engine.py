@@ -21,6 +21,7 @@ from polygon.domain.plan import PARITY_LEVELS, Constraints, Problem
 from polygon.planning import search_engine as engine
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
+from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, most_stages
 from polygon.planning.frontier import find_within_limits
 from polygon.planning.objectives import MONEY, STEP_TIME
@@ -446,7 +447,7 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
     decoder = Decoder(problem)
     candidates = Counted(decoder, 4)
     effort = Effort(fluid_evaluations=evaluations, patience=evaluations)
-    clock = engine._Clock(math.inf)
+    clock = Clock()
     begun = engine._begin(decoder, candidates, None, [], 0, clock)
     taken, _ = engine._explore(candidates, np.random.default_rng(0), effort, begun, clock, None)
     cycles = {12_900: 2, 19_999: 2, 24_000: 3}.get(evaluations, 1)
@@ -500,7 +501,7 @@ def test_starts_much_slower_than_the_best_are_not_looked_at_further(far_in_a_row
 
     cluster = cluster_of([[("a100-40gb", 1, 4), ("t4", 1, 4)]])
     decoder = Decoder(Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512)))
-    candidates, clock = Told(decoder, 4), engine._Clock(math.inf)
+    candidates, clock = Told(decoder, 4), Clock()
 
     def start(kind, size=1):
         workers = np.zeros((4, len(decoder.classes)), dtype=np.int64)

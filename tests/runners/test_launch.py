@@ -245,7 +245,10 @@ def test_bad_options_give_one_line_and_exit_2(plan_file, capsys, monkeypatch, ar
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], r"launch: memory: found [\d,]+ GB on this machine, expected the [\d,]{5,} GB that 4 ranks need \(--reh"),
+        (
+            [],
+            r"launch: memory: found [\d.,]+ GB available [a-z' ]+, expected the [\d,]{5,} GB that 4 ranks need \(--r",
+        ),
         (
             ["--rehearse", "--data", "no.txt"],
             "launch: --data no.txt: No such file or directory, expected a readable file or folder",

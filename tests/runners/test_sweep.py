@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from polygon.commands import cli
 from runners import sweep
-from runners.sweeps import suites
+from runners.sweeps import best_known, suites
 from runners.sweeps import sweep_summary as report
 
 PTAFM = ["ptafm", "--seeds", "2", "--methods", "ants,restarts", "--evaluations", "300", "--time-limit", "3600",
@@ -156,3 +157,21 @@ def test_a_scheduler_that_would_not_be_asked_is_refused(tmp_path: Path, capsys: 
     assert cli.run(sweep.main, [*arguments, "--scheduler", "tcp://10.0.0.1:8786"]) == cli.EXIT_BAD_INPUT
     said = "scheduler: found 'tcp://10.0.0.1:8786' with backend processes, expected it with backend dask alone\n"
     assert capsys.readouterr().err.endswith(said)
+
+
+def test_only_runs_of_today_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """A folder of another commit has bounds and prices of its day: refused before anything runs or is written."""
+    record = tmp_path / "runs.jsonl"
+    arguments = ["native", "--methods", "polygon", "--instances", "tiny-2-t4-one-site", "-o", str(tmp_path)]
+    (task, *_) = sweep.tasks(suites.suite("native", []), sweep._parser().parse_args(arguments))
+    line = json.dumps({**asdict(task), "commit": "0ld0ld0", "status": "bound"}) + "\n"
+    record.write_text(line)
+    monkeypatch.setattr(sweep, "sweep", lambda *args, **more: pytest.fail("run"))
+    assert cli.run(sweep.main, [*arguments, "--keep"]) == cli.EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith(f"--keep: found runs of 0ld0ld0 in {record}, expected those of {best_known.commit()} alone")
+    assert error.count("\n") == 1 and record.read_text() == line
+    assert cli.run(sweep.main, ["ptafm", "--keep", "-o", str(tmp_path)]) == cli.EXIT_BAD_INPUT
+    assert capsys.readouterr().err.startswith("--keep: found 'ptafm', expected the suite native")
+    record.write_text(json.dumps({**asdict(task), "commit": best_known.commit()}) + "\n")
+    sweep._require_of_today([task], record)
