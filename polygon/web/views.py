@@ -237,21 +237,21 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
     batch = problem.batch
     # Stages that reduce alike stand once, with their number.
     alike = Counter((stage.width - 1, n) for stage, n in zip(plan.stages, priced.gradients, strict=True))
-    reduced = " + ".join(f"{n} x 2 x {w} x {p:.4g}" for (w, p), n in alike.items() if w)
+    reduced = " + ".join(f"{n} × 2 × {w} × {p:,.0f}" for (w, p), n in alike.items() if w)
     values = boundary_values(problem.model, batch, plan.micro_batch_size)
     # What is left of a difference of sums is no time.
     terms = {name: s if s > ROUNDED * result.step_s else 0.0 for name, s in result.terms.items()}
     rows: list[tuple[str, Message | str, Message | str]] = [
         ("step", Message("formula.step"), Message("numbers.step", **terms, step_s=result.step_s)),
         ("tokens", "B L / T",
-         f"{batch.global_batch} x {batch.seq_len} / {result.step_s:.4g} = {result.tokens_per_s:,.0f}/s"),
+         f"{batch.global_batch:,} × {batch.seq_len:,} / {result.step_s:.4g} = {result.tokens_per_s:,.0f}/s"),
         ("pp_bytes", Message("formula.pp_bytes"), Message(
             "numbers.pp_bytes",
-            product=f"2 x {plan.micro_batches} x {len(plan.stages) - 1} x {values} x {batch.element_bytes} B",
+            product=f"2 × {plan.micro_batches:,} × {len(plan.stages) - 1} × {values:,} × {batch.element_bytes} B",
             unpacked=size(2 * plan.micro_batches * (len(plan.stages) - 1) * values * batch.element_bytes),
             packed=size(times.messages.total_bytes))),
         ("dp_bytes", Message("formula.dp_bytes"),
-         f"({reduced or 0}) x {batch.gradient_bytes} B / {plan.local_steps} = {size(shown['dp_bytes'])}"),
+         f"({reduced or 0}) × {batch.gradient_bytes} B / {plan.local_steps} = {size(shown['dp_bytes'])}"),
         ("tp_bytes", Message("formula.tp_bytes"), size(shown["tp_bytes"])),
         ("dp_s", Message("formula.dp_s"), Message(
             "numbers.dp_s", reduction_s=max(priced.reductions_s, default=0.0), tied_s=times.tied_s,

@@ -353,3 +353,32 @@ def test_a_token_is_asked_for_once(browser, tmp_path):
     assert field.count() == 0
     page.context.close()
     server.stop()
+
+
+def test_what_is_wrong_again_is_said_whatever_is_answered_of_what_was_right(fresh):
+    """By undo in the moment in which the server finds the cluster right as it was before that."""
+    path = "cluster.regions[0].nodes[0].count"
+    choose(fresh, "gpt3-1.3b")
+    expect(fresh.locator("#fold-cluster small")).to_have_text("8 devices in 2 regions")
+    fresh.locator("#tab-cluster").click()
+    fill(fresh, path, "0")
+    fresh.locator("#calculate").click()
+    trouble = fresh.locator("#trouble")
+    expect(trouble).to_contain_text(path)
+    fill(fresh, "batch.seq_len", "1024")
+    fresh.evaluate("""() => {
+        const ask = window.fetch;
+        window.fetch = async (...asked) => {
+            const answer = await ask(...asked);
+            if (!String(asked[0]).endsWith("/clusters") || !answer.ok) return answer;
+            const text = await answer.text();
+            window.fetch = ask;
+            document.getElementById("undo").click();
+            return new Response(text, answer);
+        };
+    }""")
+    with fresh.expect_response(lambda answer: answer.url.endswith("/clusters") and answer.status == 422):
+        fill(fresh, path, "1")
+    expect(fresh.locator(f"[data-path='{path}']")).to_have_value("0")
+    expect(fresh.locator(f"[data-path='{path}'][aria-invalid=true]")).to_have_count(1)
+    expect(trouble).to_contain_text(path)

@@ -694,7 +694,7 @@ def test_amounts_have_prefixes_and_figures_say_what_they_count(page, server, pla
     visit(page, server, plan_id)
     expect(page.locator("#limits .limit-head")).to_contain_text("2.8\u00a0TiB")
     expect(page.locator("#limits .savings").first).to_contain_text("4.0\u00a0TiB")
-    expect(page.locator("[data-card=exposedTime] small")).to_contain_text("longer step for it")
+    expect(page.locator("[data-card=exposedTime] small")).to_contain_text("of the step")
     page.unroute_all(behavior="ignoreErrors")
 
 

@@ -52,7 +52,7 @@ let turn: Promise<void> = Promise.resolve();
 const nextTask = (): Promise<void> => new Promise((done) => { setTimeout(done); });
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
 function show(chart: EChartsType, option: any): void {
-  chart.setOption({ animation: false, textStyle: { color: ink().text, fontFamily: "inherit" }, color: palette(), ...option }, true);
+  chart.setOption({ animation: false, textStyle: { color: ink().text, fontFamily: getComputedStyle(document.body).fontFamily }, color: palette(), ...option }, true);
 }
 export function tooltip(): object {
   const { panel, line, text } = ink();

@@ -52,7 +52,7 @@ function Limits(): JSX.Element {
           {IN_EDITOR.includes(l.kind) && <EditIt region={l.region} what={resource(l)} />}
         </li>))}
         {hidden && !known && <li><div class="limit-head"><b>{assumedLink(hidden)}</b><i class="mark">{t("default")}</i><span class="soft">{gbps(hidden.bandwidth_gbps)}</span></div>
-          <dl class="savings"><Saving value={gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR)} anew part={hidden.anew} /></dl><EditIt region={hidden.region} what={assumedLink(hidden)} /></li>}</ol>
+          <dl class="savings"><Saving value={gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR)} plan="withAnotherPlan" part={hidden.anew} /></dl><EditIt region={hidden.region} what={assumedLink(hidden)} /></li>}</ol>
       {!data.whole && <p class="soft waiting">{t("lookingFurther")}</p>}
     </>
   );
@@ -65,9 +65,9 @@ const EditIt = ({ region, what }: { region: string; what: string }): JSX.Element
 /** Whether a link that nobody gave is the one that a limit is of. */
 const isOf = (a: Data, l: Data): boolean => a !== undefined && l.quality === "rate" && (a.other ? l.kind === "pair" && [l.other, l.region].includes(a.other) : a.name.endsWith(`.${l.kind}`)) && [l.region, l.other].includes(a.region) && (a.other || l.kind === "intra_region" || a.device === l.device);
 
-/** What a value saves, with this plan or with one made anew for it. */
-function Saving({ value, part, anew }: { value: string; part: number; anew?: boolean }): JSX.Element {
-  return <div><dt>{value} <span class="soft">{t(anew ? "withAnotherPlan" : "withThisPlan")}</span></dt><dd class={part > WORTH ? "anew" : "soft"}>{part > 0 ? signed(-part, percent) : t("nothing")}</dd></div>;
+/** What a value saves, and with which plan. */
+function Saving({ value, part, plan = "withThisPlan" }: { value: string; part: number; plan?: Key }): JSX.Element {
+  return <div><dt>{value} <span class="soft">{t(plan)}</span></dt><dd class={part > WORTH ? "anew" : "soft"}>{part > 0 ? signed(-part, percent) : t("nothing")}</dd></div>;
 }
 // More and more of one resource: a little with this plan, what is worth having, and then with another plan, which comes
 // after the rest. A plan found for less of it is one for more of it, too.
@@ -76,12 +76,18 @@ function Savings({ l, index }: { l: Data; index: number }): JSX.Element {
   const link = assumed.value?.find((a) => isOf(a, l));
   const rate = link && link.bandwidth_gbps * ASSUMED_FACTOR;
   const least = link && again && rate <= again.value ? Math.max(again.would_save, link.anew) : again?.would_save;
+  const kept = l.suggested !== null ? { value: amount(l, l.suggested), part: l.would_save } : again && again.same_plan > l.saves ? { value: amount(again, again.value), part: again.same_plan } : null;
+  // Where another plan saves no more, both are one line.
+  const isSame = kept && again && kept.value === amount(again, again.value) && percent(kept.part) === percent(least);
+  const ofLink = link && link.anew > WORTH && rate !== again?.value ? <Saving value={gbps(rate)} part={link.anew} plan="withAnotherPlan" /> : null;
+  const isLater = ofLink && again && rate > again.value;
   return (
     <dl class="savings">
       <Saving value={t("tenBetter")} part={l.saves} />
-      {l.suggested !== null ? <Saving value={amount(l, l.suggested)} part={l.would_save} /> : again && again.same_plan > l.saves && <Saving value={amount(again, again.value)} part={again.same_plan} />}
-      {link && link.anew > WORTH && rate !== again?.value && <Saving value={gbps(rate)} part={link.anew} anew />}
-      {again ? <Saving value={amount(again, again.value)} part={least} anew /> : index < ANEW && limits.value.whole && <div><dt class="soft waiting">{t("planningAnew")}</dt><dd /></div>}
+      {kept && <Saving {...kept} plan={isSame ? "withEitherPlan" : "withThisPlan"} />}
+      {!isLater && ofLink}
+      {again ? !isSame && <Saving value={amount(again, again.value)} part={least} plan="withAnotherPlan" /> : index < ANEW && limits.value.whole && <div><dt class="soft waiting">{t("planningAnew")}</dt><dd /></div>}
+      {isLater && ofLink}
     </dl>
   );
 }

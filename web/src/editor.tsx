@@ -53,17 +53,20 @@ export function Editor(): JSX.Element {
   const pick = (i: number): void => batch(() => { choose(i); selected.value = name(i)!; });
   useEffect(() => {
     const stop = new AbortController(), seen = selected.peek();
+    // The draft may be another already, by undo say, before this is drawn anew: nothing is said of what it is no more.
+    const isOld = (): boolean => stop.signal.aborted || JSON.stringify(draft.peek().cluster) !== text;
     const timer = setTimeout(() => {
       if (!cluster.regions.length) return set(NONE);
       patiently(() => post("/clusters", { cluster: told() }, stop.signal))
         .then((data) => {
+          if (isOld()) return;
           set({ ...data, error: "" });
           remember(text, data);
           unmark("cluster"); // and what was said of it
           if (pathOf(trouble.value).startsWith("cluster")) trouble.value = "";
         })
         .catch((e: Error) => {
-          if (stop.signal.aborted) return;
+          if (isOld()) return;
           const r = Number(/^cluster\.regions\[(\d+)\]/.exec(e.message)?.[1]);
           // Who has gone on to another region meanwhile stays there.
           if (cluster.regions[r] && selected.peek() === seen && name(r) !== seen) pick(r);

@@ -21,6 +21,8 @@ export function fold(id: string, open: boolean): void {
 
 const FOLD_OF: Record<string, string> = { batch: "model", model: "model", runtime: "model", constraints: "goal", seed: "goal", objective: "goal", effort: "goal" };
 let marked: HTMLElement[] = [];
+// The path of what is wrong, whose field is marked in the next task, when the page shows it.
+let wrong = "";
 
 /** The path of a message as `batch.global_batch: found ...`, in which regions and devices may have any name; empty where
     it names no field. */
@@ -34,6 +36,7 @@ export function valueAt(whole: object, path: string): string {
 
 /** Take the mark away from fields whose path begins so: from all, unless something is said. */
 export function unmark(of = ""): void {
+  if (wrong.startsWith(of)) wrong = "";
   const right = marked.filter((element) => element.dataset.path!.startsWith(of));
   for (const element of right) {
     element.removeAttribute("aria-invalid");
@@ -49,7 +52,9 @@ export function mark(message: string, said: string, focus: boolean): void {
   if (!path) return;
   const part = FOLD_OF[path.split(/[.[]/)[0]];
   if (part) fold(part, true);
+  wrong = path;
   setTimeout(() => {
+    if (wrong !== path) return; // it is right by now
     for (let at = path; at; at = at.replace(/(\.[^.[\]]+|\[\d+\]|^[^.[\]]+|.)$/s, "")) {
       const field = document.querySelector<HTMLElement>(`[data-path="${CSS.escape(at)}"]`);
       if (!field) continue;

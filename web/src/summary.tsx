@@ -64,7 +64,7 @@ function limited(): string {
   if (hidden) {
     const least = t("assumedLimit", { what: assumedLink(hidden), now: gbps(hidden.bandwidth_gbps), value: gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR), part: percent(hidden.anew) });
     const what = joint || (first ? resource(first) : "");
-    return what && what !== assumedLink(hidden) ? `${least} ${t("thisPlanBy", { what })}` : least;
+    return what && what !== assumedLink(hidden) ? least + t("thisPlanBy", { what }) : least;
   }
   if (joint) return t("limitedTogether", { what: joint, part: percent(limits.value.together_saves), alone: percent(first?.saves ?? 0) });
   if (!first) return t("limitedByNothing");

@@ -136,7 +136,7 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
   };
   return (
     <div class="gantt" data-chart={name}>
-      <ul class="gantt-labels" style={{ width: `${Math.min(LABEL, innerWidth * 0.3)}px` }}>{rows.map((r, i) => (
+      <ul class="gantt-labels" style={{ width: `${Math.min(LABEL, innerWidth * 0.36)}px` }}>{rows.map((r, i) => (
         <RowLabel key={`${r.stage} ${r.worker}`} r={r} first={i === 0 || rows[i - 1].stage !== r.stage} opened={opened.includes(r.stage)} toggle={toggle} busy={r.busy_s / ends} color={index.has(r.region) ? regionColor(index.get(r.region)!) : undefined} />))}</ul>
       <div class="gantt-place" ref={place}>
         <canvas ref={canvas} style={{ width: `${width}px`, height: `${height}px` }} tabIndex={0} role="img" aria-label={`${label}: ${seconds(now.from)} – ${seconds(now.to)}`} aria-description={t("ganttHint")} onKeyDown={key}
@@ -224,7 +224,7 @@ function drawn(width: number, height: number, rows: Data[], kinds: string[], now
   pen.fillStyle = soft.soft;
   pen.strokeStyle = soft.line;
   pen.font = "11px system-ui, sans-serif";
-  const every = nice((now.to - now.from) / Math.max(2, width / 110));
+  const every = nice((now.to - now.from) / Math.max(3, width / 80));
   for (let s = Math.ceil(now.from / every) * every; s <= now.to; s += every) {
     const at = Math.round(x(s)) + 0.5;
     pen.beginPath();
