@@ -230,14 +230,27 @@ class Pacing:
         self.plan, self._tables = plan, tables
         self.times = unpaced_times(plan, tables)
         """Without an order of the backwards: `timed` has one."""
-        self._least = wanted_spans(self.times, messages=False)
-        self._away = wanted_spans(self.times, messages=True) - self._least
-        self._room = rooms(plan, tables, self.times)
-        self._order = np.argsort(plan.routes, axis=0, kind="stable")
         self._simulated: dict[bytes, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         """By windows: order, begin of each key's backwards, and ends of workers."""
         if beside is not None and self._computes_as(beside):
             self._simulated = beside._simulated
+
+    @cached_property
+    def _least(self) -> np.ndarray:
+        return wanted_spans(self.times, messages=False)
+
+    @cached_property
+    def _away(self) -> np.ndarray:
+        away: np.ndarray = wanted_spans(self.times, messages=True) - self._least
+        return away
+
+    @cached_property
+    def _room(self) -> np.ndarray:
+        return rooms(self.plan, self._tables, self.times)
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        return np.argsort(self.plan.routes, axis=0, kind="stable")
 
     def _computes_as(self, other: Pacing) -> bool:
         """Whether workers compute and send the same, for as long."""
