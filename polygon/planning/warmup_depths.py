@@ -66,7 +66,7 @@ LISTS, MORE_LISTS = 2, 4
 """Orders that are listed, and how many more without gain where other spans are tried too."""
 GAIN = 1e-4
 """Part by which a step has to be shorter to count as gain."""
-HURDLE = 1.3
+HURDLE = 1.2
 """Of the step of the best plan known: one that takes longer at its first paces gets no other. These overstate drafts
 that memory holds back by up to a quarter, which is more than a search has between its best allocations."""
 
