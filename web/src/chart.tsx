@@ -43,10 +43,21 @@ export function Chart({ name, label, height, option, onClick }: Props): JSX.Elem
       watch.observe(place.current!);
     };
     turn = turn.then(begin).catch(() => undefined); // what a chart shows stands below it, too
-    return () => { gone.abort(); watch.disconnect(); chart?.dispose(); charts.delete(name); };
+    return () => {
+      gone.abort();
+      watch.disconnect();
+      charts.delete(name);
+      if (chart) leave(chart);
+    };
   }, []);
   useEffect(() => { const chart = charts.get(name); if (chart) show(chart, option); }, [JSON.stringify(option), dark.value]);
   return <div ref={place} class="chart" role="img" aria-label={label} data-chart={name} style={{ height: `${height}px` }} />;
+}
+// What takes zrender more than 15 ms to paint it goes on with in the next frame, also on a chart that is gone by then
+// (6.1: "Cannot read properties of null (reading 'layerStack')"): of a painting of another number nothing is left to do.
+function leave(chart: EChartsType): void {
+  (chart.getZr() as unknown as { painter: { _redrawId: number } }).painter._redrawId = NaN;
+  chart.dispose();
 }
 let turn: Promise<void> = Promise.resolve();
 const nextTask = (): Promise<void> => new Promise((done) => { setTimeout(done); });
