@@ -1933,6 +1933,28 @@ def test_the_heat_map_of_many_regions_names_those_that_send(page, server, wide_p
     page.unroute_all(behavior="ignoreErrors")
 
 
+def test_what_a_chart_had_still_to_paint_when_it_was_left_is_not_painted(page, server, wide_plan):
+    """As zrender goes on in the next frame with what takes long: on a painter that is gone."""
+    visit(page, server, wide_plan, "communication")
+    page.wait_for_function("() => window.polygonCharts.has('heat')")
+    gone, failed = page.evaluate(
+        """() => new Promise((done) => {
+      const { painter } = window.polygonCharts.get("heat").getZr(), paint = painter._paintList;
+      let painting = painter._redrawId;
+      painter._paintList = (list, before, number) => { painting = number; paint.call(painter, list, before, number); };
+      document.getElementById("tab-overview").click();
+      const left = setInterval(() => {
+        if (window.polygonCharts.has("heat")) return;
+        clearInterval(left);
+        let failed = "";
+        try { paint.call(painter, [], null, painting); } catch (e) { failed = e.message; }
+        done([painter._i === null, failed]);
+      });
+    })"""
+    )
+    assert gone and failed == ""
+
+
 def test_of_a_history_that_the_browser_cannot_keep_the_newest_steps_stay(fresh):
     """Its quota nearly used up, a reload loses steps long ago, not the last."""
     fresh.locator("#fold-model").click()
