@@ -21,7 +21,6 @@ excluded by a time that it cannot beat.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -79,7 +78,7 @@ def parser() -> cli.CommandParser:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
     args = parser().parse_args(argv)
-    clock = Clock(args.time_limit or math.inf)
+    clock = Clock(args.time_limit)
     problem, groups = cli.read_task(args, "search")
     problem = limited(problem, args)
 

@@ -367,9 +367,8 @@ class Problem:
 
 def _clock(time_limit_s: float | None) -> Clock:
     """Of an answer that may take so long."""
-    if time_limit_s is None:
-        return Clock()
-    require_number(time_limit_s, "time_limit_s", at_least=0)
+    if time_limit_s is not None:
+        require_number(time_limit_s, "time_limit_s", at_least=0)
     return Clock(time_limit_s)
 
 

@@ -68,7 +68,9 @@ class Result:
             return None
         problem = self.plan.problem
         other = simpler(problem.data, self.plan.data, self.met, problem.tables, Clock(time_limit_s).left_s)
-        return None if other is None else Plan(problem, replace(other.plan, seed=self.plan.data.seed))
+        if other is None:
+            return None
+        return Plan(problem, replace(other.plan, seed=self.plan.data.seed), self.plan.bound_in_time)
 
     def local_updates(self) -> LocalUpdates | None:
         """What the plan's regions would gain by training by themselves for some steps; None if they do, or little."""

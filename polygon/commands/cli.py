@@ -177,7 +177,7 @@ def search_options(*, time_limit_s: float | None = None) -> argparse.ArgumentPar
         type=number(above=0),
         default=time_limit_s,
         metavar="SECONDS",
-        help=f"stop after this long and keep the best so far (default {default})",
+        help=f"answer after about this long, with the best so far (default {default})",
     )
     return parent
 

@@ -9,7 +9,6 @@ faster plan, that is said, and `--better FILE` keeps it.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     kept = "where the fastest plan goes if it beats the one given"
     parser.add_argument("--better", type=cli.out_file, metavar="FILE", help=kept)
     args = parser.parse_args(argv)
-    clock = Clock(args.time_limit or math.inf)
+    clock = Clock(args.time_limit)
 
     from polygon.formats import files
     from polygon.formats.convert import runtime_data

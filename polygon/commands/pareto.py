@@ -6,7 +6,6 @@ python -m polygon.pareto groups.json --energy --tokens 300e9 --plans front/
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -36,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=cli.picture_file, metavar="FILE", help=picture)
     parser.add_argument("--plans", metavar="FOLDER", help="write every plan of the front there")
     args = parser.parse_args(argv)
-    clock = Clock(args.time_limit or math.inf)
+    clock = Clock(args.time_limit)
 
     from polygon.formats import files
 

@@ -11,12 +11,13 @@ class Clock:
 
     Parameters
     ----------
-    limit_s : float
-        Of the whole answer.
+    limit_s : float, optional
+        Of the whole answer; None is no limit.
     """
 
-    def __init__(self, limit_s: float = math.inf) -> None:
-        self.limit_s, self._began_s = limit_s, perf_counter()
+    def __init__(self, limit_s: float | None = None) -> None:
+        self.limit_s = math.inf if limit_s is None else limit_s
+        self._began_s = perf_counter()
 
     @property
     def spent_s(self) -> float:

@@ -310,7 +310,8 @@ class Decoder:
         for value, of in ways:
             if value <= HOPELESS * least:
                 found.append(self._decode_cut(allocation, may, *of, known_s))
-                if self.by_time and isinstance(found[-1], Plan):
+                # Another's first spans are looked at without local steps.
+                if self.by_time and isinstance(found[-1], Plan) and found[-1].local_steps == 1:
                     known_s = min(known_s, self.plan_value(found[-1]))
         plans = [plan for plan in found if isinstance(plan, Plan)]
         return min(plans, key=self.plan_value) if plans else found[0]
