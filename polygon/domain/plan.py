@@ -7,7 +7,7 @@ worker's actions from routes and spans, unless the plan says it (`polygon.domain
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -159,6 +159,26 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SumTree:
+    """A way in which a part of a stage's gradients is summed: from region to region to a root, and the sum back.
+
+    Every region sends what it has to its parent, which adds that to its own, and its parent gives it the sum.
+    """
+
+    part: float
+    """Of the gradient: those of a stage's trees make 1."""
+    root: int
+    """Region that has the sum first."""
+    relays: tuple[tuple[int, int], ...] = ()
+    """(region, parent) of every region whose parent is not the root, by region; the parent of such a parent is."""
+
+    def parents(self, regions: Sequence[int]) -> tuple[int, ...]:
+        """Place among the stage's regions of the parent of each, -1 for the root."""
+        place, relay = {region: i for i, region in enumerate(regions)}, dict(self.relays)
+        return tuple(-1 if r == self.root else place[relay.get(r, self.root)] for r in regions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Contiguous layers [first, last) held by a group of workers, each with a whole copy (less what ZeRO shards)."""
 
@@ -176,6 +196,8 @@ class Stage:
     ep: int = 1
     """Expert-parallel degree: devices of the stage with the same slices over which the experts of a layer are spread
     (and ep x tp devices where the runtime leaves experts whole, `Problem.experts_apart`)."""
+    trees: tuple[SumTree, ...] = ()
+    """How regions sum its gradients; empty: each is the root of an equal part, and the parent of all others there."""
 
     @property
     def width(self) -> int:
