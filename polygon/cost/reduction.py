@@ -388,11 +388,11 @@ def pairs_at_once(nodes: int, others: int, turns: int, other_turns: int) -> floa
     turns, other_turns : int
         In which each deals out what it adds up (`turns_of_region`).
     """
-    return float(2 / (_largest_share(nodes, others, turns) + _largest_share(others, nodes, other_turns)))
+    return float(2 / (largest_share(nodes, others, turns) + largest_share(others, nodes, other_turns)))
 
 
 @kernel
-def _largest_share(nodes: int, others: int, turns: int) -> float:
+def largest_share(nodes: int, others: int, turns: int) -> float:
     """Most that two nodes share of what a region of so many adds up, its cells dealt out in so many turns.
 
     A stretch of another region is as long as turns / others rounds of cells: of each whole one every node has a cell,

@@ -18,8 +18,9 @@ import numpy as np
 
 from polygon.cost.reduction import find_turns, pairs_at_once
 from polygon.cost.stage_reduction import ReductionCost, group_packing, places_of
+from polygon.cost.sum_trees import ways_over
 from polygon.cost.transfers import LinkTable, Placement
-from polygon.domain.plan import Plan
+from polygon.domain.plan import Plan, SumTree
 
 
 def busy_on_shared(
@@ -61,7 +62,7 @@ def busy_on_shared(
         if not reduction.across_bytes:
             continue
         regions = tuple((a, b) for a, b, _ in reduction.across_bytes)
-        ways = mine.ways(regions, links, alone=alone)
+        ways = mine.ways(regions, links, plan.stages[s].trees, alone=alone)
         sent_bytes = np.array([n_bytes for *_, n_bytes in reduction.across_bytes])
         if plan.local_steps == 1:
             seconds = np.bincount(
@@ -126,12 +127,14 @@ class Sharing:
         self.nodes, self.pool, self.apart = nodes[busy], pool[busy], apart[busy]
         self.passes = 2 * (1 - 1 / members[busy])
 
-    def ways(self, regions: tuple[tuple[int, int], ...], links: LinkTable, *, alone: bool) -> Ways:
+    def ways(
+        self, regions: tuple[tuple[int, int], ...], links: LinkTable, trees: tuple[SumTree, ...], *, alone: bool
+    ) -> Ways:
         """Of ways from a region to another each; `alone`: one node of a place sends all."""
-        key = alone, regions
+        key = alone, regions, trees
         known = self._ways.get(key)
         if known is None:
-            known = self._ways[key] = self._make_ways(regions, links, alone)
+            known = self._ways[key] = self._make_ways(regions, links, trees, alone)
         return known
 
     def _leaders(self, region: int, alone: bool) -> np.ndarray:
@@ -139,11 +142,14 @@ class Sharing:
         one = alone and not self.places.apart[region]
         return np.flatnonzero(self._region == region)[: 1 if one else None]
 
-    def _make_ways(self, regions: Sequence[tuple[int, int]], links: LinkTable, alone: bool) -> Ways:
+    def _make_ways(
+        self, regions: Sequence[tuple[int, int]], links: LinkTable, trees: tuple[SumTree, ...], alone: bool
+    ) -> Ways:
         apart, shared, several = self.places.apart, self._several[self._nodes], len(self._several)
         leaders = {a: self._leaders(a, alone) for a in {a for way in regions for a in way}}
         out = {a: of[shared[of]] for a, of in leaders.items()}
         senders, sends, pairs, parts = [], [], [], []
+        known = ways_over(trees, tuple(self.places.regions.tolist())) if trees else None
         for a, b in regions:
             from_a, to_b = leaders[a], leaders[b]
             if not apart[a]:
@@ -153,7 +159,11 @@ class Sharing:
                 senders.append(out[a][:0])
                 sends.append(np.zeros(0))
             turns, every = (int(self._turns[a]), int(self._turns[b])), bool(apart[a] or apart[b])
-            i, k, part = node_pairs(len(from_a), len(to_b), *turns, every=every)
+            dealt = 0.5
+            if known is not None:
+                x, y = np.searchsorted(self.places.regions, (a, b))
+                dealt = float(known.dealt[x, y] / known.parts[x, y])
+            i, k, part = node_pairs(len(from_a), len(to_b), *turns, dealt, every=every)
             i, k = from_a[i], to_b[k]
             both = shared[i] & shared[k]
             pairs.append((self._nodes[i] * several + self._nodes[k])[both])
@@ -215,11 +225,11 @@ def turns_of(leaders: np.ndarray, sum_turns: int) -> np.ndarray:
 
 @cache
 def node_pairs(
-    senders: int, receivers: int, turns: int, other_turns: int, *, every: bool
+    senders: int, receivers: int, turns: int, other_turns: int, dealt: float = 0.5, *, every: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which nodes of a region send to which of another, and what part each pair has of what the regions exchange.
 
-    Half of it is added up by each region, which deals cells of that out in so many turns, while nodes of the other have
+    One region deals cells of it out in so many turns, of the part `dealt` the sender, while nodes of the other have
     equal stretches (`polygon.cost.reduction.part_of_pair`); nodes that are places by themselves send to `every` one.
     """
     if every:
@@ -230,7 +240,7 @@ def node_pairs(
     pair = np.concatenate([i * receivers + k, other_i * receivers + other_k])
     pairs, where = np.unique(pair, return_inverse=True)
     i, k = np.divmod(pairs, receivers)
-    return i, k, 0.5 * np.bincount(where, weights=np.concatenate([part, other_part]))
+    return i, k, np.bincount(where, weights=np.concatenate([(1 - dealt) * part, dealt * other_part]))
 
 
 def _dealt(others: int, nodes: int, turns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

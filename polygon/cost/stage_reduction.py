@@ -18,6 +18,7 @@ from polygon.cost.kept import Kept
 from polygon.cost.overlap import overlap_of, seen_parts, sums_in_step
 from polygon.cost.reduction import (
     LevelsRoom,
+    find_turns,
     levels_room,
     levels_s,
     passes_of_card,
@@ -25,10 +26,11 @@ from polygon.cost.reduction import (
     unpackings,
     ways_s,
 )
+from polygon.cost.sum_trees import Standing, TreeTimes, standing_of, tree_times, tree_ways_s, ways_over
 from polygon.cost.transfers import LinkArrays, LinkTable, Placement, codec_s, matrix_values, packed_bytes
 from polygon.cost.zero_sums import Held, with_zero
 from polygon.domain.model import Batch, Model
-from polygon.domain.plan import COMPRESSIONS, Plan
+from polygon.domain.plan import COMPRESSIONS, Plan, SumTree
 from polygon.domain.runtime import Runtime
 
 KEPT_FIXED = 4
@@ -212,13 +214,14 @@ def stage_reduction(
     held = Held(pools, nodes, members, place.degrees[stage], n_values, spread_values, spread)
     all_values = n_values + (spread - 1) * spread_values
     mode, layers = group_packing(plan, places.regions), len(range(*plan.stages[stage].layers))
+    trees = plan.stages[stage].trees
 
     def fixed() -> Fixed:
         tp, (_, last) = place.tp[place.members(stage)], seen_parts(layers, part, overlap_of(runtime, batch))
         crossing = _crossing(mode, places, all_values, batch, matrix_values(model))
-        return Fixed.of(crossing, last, held, tp, places, batch, links)
+        return Fixed.of(crossing, last, held, tp, places, batch, links, trees)
 
-    objects, values = (batch, runtime, model, links.cluster.pools), (mode, n_values, all_values, part, layers)
+    objects, values = (batch, runtime, model, links.cluster.pools), (mode, n_values, all_values, part, layers, trees)
     own = _kept(place, stage, fixed, objects, *values)
     crossing, last = own.crossing, own.last
     arrays, share = links.arrays(runtime), pair_share.astype(float)
@@ -242,6 +245,16 @@ def stage_reduction(
         sums,
         room,
     )
+    over = None
+    if trees:
+        at = region_standing(place, stage, links, share, runtime)
+        several = room.nodes[: len(places.regions)] > 1
+        over = tree_times(
+            ways_over(trees, tuple(places.regions.tolist())), at, crossing.wire_bytes, last, sums * arrays.message_s,
+            several=several,
+        )  # fmt: skip
+        across_s, latency_s = float((over.latency_s + over.way_s).max()), float(over.latency_s.max())
+        card_s = over.card_s
     summed_s = node_s + region_s
     node_s, region_s, gather_s = with_zero(
         plan, stage, held, places.apart, node_s, region_s, batch, runtime, arrays, model, place
@@ -255,8 +268,8 @@ def stage_reduction(
         seen = (node_s + region_s) / summed_s if summed_s else 1.0
         on_card = n_values + (min(spread, int(members.max())) - 1) * spread_values
         n_bytes = seen * on_card * batch.gradient_bytes
-        cards_s = _cards_s(places, n_bytes, crossing, pools, room, arrays, nccl=own.nccl)
-        ways = _ways(places, crossing, pools, share, arrays, room, own.codec_s, seen, cards_s, last)
+        cards_s = _cards_s(places, n_bytes, crossing, pools, room, arrays, trees, nccl=own.nccl)
+        ways = _ways(places, crossing, pools, share, arrays, room, own.codec_s, seen, cards_s, last, over)
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,
@@ -269,6 +282,19 @@ def stage_reduction(
         wire_bytes=crossing.wire_bytes,
         ways=ways,
     )
+
+
+def region_standing(
+    place: Placement, stage: int, links: LinkTable, pair_share: np.ndarray, runtime: Runtime
+) -> Standing:
+    """The regions of a stage, each with all its nodes, and what joins them."""
+    known = place.derived.get(("standing", stage))
+    (pools, *_), places = known or place.derived.setdefault(("standing", stage), _standing(place, stage, links))
+    arrays, leaders = links.arrays(runtime), places.nodes
+    turns = np.ones(len(leaders), dtype=np.int64)
+    find_turns(leaders, arrays.sum_turns, turns)
+    first = np.unique(links.region[pools], return_index=True)[1]
+    return standing_of(pools[first], leaders, turns, pair_share, arrays)
 
 
 def tied_reduction(
@@ -394,14 +420,23 @@ class Fixed(NamedTuple):
 
     @classmethod
     def of(
-        cls, crossing: Crossing, last: float, held: Held, tp: np.ndarray, places: Places, batch: Batch, links: LinkTable
+        cls,
+        crossing: Crossing,
+        last: float,
+        held: Held,
+        tp: np.ndarray,
+        places: Places,
+        batch: Batch,
+        links: LinkTable,
+        trees: tuple[SumTree, ...] = (),
     ) -> Fixed:
         """Work it out; `tp` is the tensor-parallel degree of every worker."""
+        unpacked = float(_heard(places, trees).max()) if not crossing.whole else unpackings(places.total, True)
         return cls(
             crossing=crossing,
             last=last,
-            codec_s=packing_s(crossing.values, batch, crossing.mode, held.pools, tp, places.total, links),
-            across_bytes=_across_bytes(places, crossing.wire_bytes),
+            codec_s=packing_s(crossing.values, batch, crossing.mode, held.pools, tp, unpacked, links),
+            across_bytes=_across_bytes(places, crossing.wire_bytes, trees),
             workers=int((held.nodes * held.members).sum()),
             nccl=bool((links.collective[held.pools, 4] > 0).all()),
         )
@@ -428,14 +463,18 @@ def _ways(
     seen: float,
     cards_s: np.ndarray,
     last: float,
+    over: TreeTimes | None,
 ) -> Ways:
     """What gradients take from region to region; `seen` is the part of the sums inside regions that the step's end
     waits for, the others are parameters of `ways_s`, after `levels_s` has filled `room`."""
     count = len(places.regions)
     near_s = seen * room.near_s[:count]
-    found = ways_s(
-        count, pools, crossing.wire_bytes, share, links, crossing.whole, codec_s, near_s, cards_s, last, room
-    )
+    if over is not None:
+        found = tree_ways_s(over, count, codec_s, near_s, cards_s, last)
+    else:
+        found = ways_s(
+            count, pools, crossing.wire_bytes, share, links, crossing.whole, codec_s, near_s, cards_s, last, room
+        )
     return Ways(links.region[pools][room.first[:count]], *found)
 
 
@@ -446,12 +485,13 @@ def _cards_s(
     pools: np.ndarray,
     room: LevelsRoom,
     links: LinkArrays,
+    trees: tuple[SumTree, ...],
     *,
     nccl: bool,
 ) -> np.ndarray:
     """Seconds in which the cards of each region's leaders pass what their region adds up and what they send to others,
     none of it before the region has gradients; shape (regions,)."""
-    found = np.zeros(len(places.regions))
+    found, sent = np.zeros(len(places.regions)), _heard(places, trees)
     for a, count in enumerate(places.counts):
         total = int(room.nodes[a])
         near = 0.0
@@ -459,7 +499,7 @@ def _cards_s(
             near = passes_of_card(total, crossing.whole and not nccl)
         leaders = 1 if crossing.whole else int(places.nodes[a])
         # The parts that other places add up go out, and the sums of these come back.
-        far = 2 * crossing.wire_bytes * (places.total - 1) / places.total / leaders
+        far = sent[a] * crossing.wire_bytes / leaders
         found[a] = (near * n_bytes + far) / links.card_bytes_per_s[pools[room.first[a]]]
     return found
 
@@ -508,7 +548,8 @@ def room_of_sums(plan: Plan, place: Placement, stage: int, links: LinkTable, run
         held[1], _ = _owed(plan, tied, region, place.tp[mine], standing[-1])
     if runtime.by_layer and any(links.cluster.pools[p].device.is_cpu for p in np.unique(place.pool[mine]).tolist()):
         count = places.total
-        heard = count if count == 2 or mode == "powersgd" else (3 * count - 2) / count
+        heard = _heard(places, plan.stages[stage].trees)[np.searchsorted(places.regions, region)]
+        heard = np.full(len(region), count) if count == 2 or mode == "powersgd" else 1 + heard
         ratio = packed_bytes(1e6, 4, mode) / 4e6
         leaders = places.nodes[np.searchsorted(places.regions, region)] if mode != "powersgd" else 1
         near = np.bincount(region)[region] * place.cp[stage] > 1
@@ -530,31 +571,45 @@ def _owed(
     return (tp if len(np.unique(degrees)) > 1 else 1) / nodes, mode
 
 
+def _heard(places: Places, trees: tuple[SumTree, ...]) -> np.ndarray:
+    """Gradients that every region hears, and sends, in a sum by parts: of parts that all but one's own are added up by
+    others, and the sums of these; over trees what its neighbours there have, shape (regions,)."""
+    if trees:
+        return ways_over(trees, tuple(places.regions.tolist())).sent
+    return np.full(len(places.regions), unpackings(places.total, False))
+
+
 def packing_s(
     n_values: float,
     batch: Batch,
     mode: str,
     pools: np.ndarray,
     tp: np.ndarray,
-    places: int,
+    unpacked: float,
     links: LinkTable,
 ) -> float:
     """Seconds in which the leaders of a place pack (with error feedback) and unpack their part of so many values.
 
-    Every number is packed once: for the place that adds it up, or there as a sum. It is unpacked from every other
-    place, of whole gradients (low-rank factors) whole, else twice one of as many parts as places: before and after the
-    sum. Each slice of a tensor-parallel worker has a leader of its own, where all workers are cut alike.
+    Every number is packed once: for the place that adds it up, or there as a sum. It is unpacked as often as `unpacked`
+    says, from every other place of whole gradients (low-rank factors), else before and after the sum. Each slice of a
+    tensor-parallel worker has a leader of its own, where all workers are cut alike.
     """
-    if places == 1:
+    if unpacked == 0:
         return 0.0
     slowest = min(links.cluster.pools[p].device.memory_bytes_per_s for p in pools)
     pack_s, unpack_s = codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True)
     slices = int(tp[0]) if (tp == tp[0]).all() else 1
-    return (pack_s + unpackings(places, mode == "powersgd") * unpack_s) / slices
+    return (pack_s + unpacked * unpack_s) / slices
 
 
-def _across_bytes(places: Places, wire_bytes: float) -> tuple[tuple[int, int, float], ...]:
-    """Who sends how much to whom across regions: every place to every other."""
+def _across_bytes(places: Places, wire_bytes: float, trees: tuple[SumTree, ...]) -> tuple[tuple[int, int, float], ...]:
+    """Who sends how much to whom across regions: every place to every other, or over the links of trees."""
+    if trees:
+        regions = places.regions.tolist()
+        parts = ways_over(trees, tuple(regions)).parts
+        return tuple(
+            (regions[a], regions[b], wire_bytes * float(parts[a, b])) for a, b in np.argwhere(parts > 0).tolist()
+        )
     held = list(zip(places.regions.tolist(), places.counts.tolist(), strict=True))
     n = places.total
     return tuple((a, b, 2 * wire_bytes * i * k / n) for a, i in held for b, k in held if a != b)

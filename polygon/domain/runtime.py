@@ -150,6 +150,8 @@ class Runtime:
     sum_turns: int = 1
     """How many nodes of the smaller of two regions a node of the larger one exchanges sums with, as far as there are so
     many (`turns_of_region`)."""
+    sum_trees: bool = False
+    """Whether regions sum over the trees that a plan gives (`polygon.domain.plan.SumTree`)."""
     message_s: float = 0.0
     """Processor time of the rank that sends or receives a message of a sum between regions."""
     tied_once: bool = False
@@ -304,6 +306,7 @@ POLYGON = Runtime(
     contention=0.0,
     p2p_overlap=True,
     sum_turns=7,
+    sum_trees=True,
     message_s=0.17e-3,
     tied_once=True,
     zero2_by_micro_batch=True,
@@ -330,6 +333,7 @@ POLYGON = Runtime(
         "p2p_overlap": "threads send while the next micro-batch is computed, runners/engine/worker.py",
         "sum_turns": "more than seven connections of a node to a region hardly help, comm/polygon_comm/members.py; "
         "judgement",
+        "sum_trees": "comm/polygon_comm/members.py",
         "message_s": "packed, sent or received, unpacked; measured by benchmarks/sum_messages.py",
         "tied_once": "a bucket and a group of its own, runners/engine/worker.py, runners/engine/rank_layout.py",
         "zero2_by_micro_batch": "runners/engine/zero_sharding.py",

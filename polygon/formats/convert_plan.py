@@ -16,10 +16,10 @@ from polygon.domain.cluster import Cluster
 from polygon.domain.errors import Phrase, fault, located, require
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
-from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.domain.plan import LinkUse, Plan, Problem, Stage, SumTree, Worker
 from polygon.domain.schedule import BACKWARD, FORWARD, Action, orders_end
 from polygon.formats.convert import problem_data, problem_from_spec
-from polygon.formats.schema import GroupsSpec, PlanSpec, WorkerSpec
+from polygon.formats.schema import GroupsSpec, PlanSpec, SumTreeSpec, WorkerSpec
 
 KINDS = "FB"
 MOST_SHOWN = 60
@@ -172,8 +172,28 @@ def _stage(
             Phrase("other workers"),
             "those of the first chunk's stage on the same workers",
         )
-    fields = spec.model_dump(exclude={"layers", "workers"})
-    return Stage(first_layer=begin, last_layer=end, workers=workers, **fields)
+    fields = spec.model_dump(exclude={"layers", "workers", "trees"})
+    trees = _trees(spec.trees, f"{where}.trees", problem.cluster)
+    return Stage(first_layer=begin, last_layer=end, workers=workers, trees=trees, **fields)
+
+
+def _trees(specs: Sequence[SumTreeSpec], where: str, cluster: Cluster) -> tuple[SumTree, ...]:
+    """The trees of a stage; whether these are trees of its regions is the checker's question."""
+    names = {region.name: i for i, region in enumerate(cluster.regions)}
+    found = []
+    for i, spec in enumerate(specs):
+        for key, name in (("root", spec.root), *(("relays", name) for pair in spec.relays.items() for name in pair)):
+            require(name in names, f"{where}[{i}].{key}", name, Message("expected.region", names=tuple(names)))
+        relays = sorted((names[region], names[parent]) for region, parent in spec.relays.items())
+        found.append(SumTree(part=spec.part, root=names[spec.root], relays=tuple(relays)))
+    return tuple(found)
+
+
+def _trees_data(trees: Sequence[SumTree], names: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {"part": tree.part, "root": names[tree.root], "relays": {names[r]: names[parent] for r, parent in tree.relays}}
+        for tree in trees
+    ]
 
 
 def _worker(spec: WorkerSpec, where: str, cluster: Cluster, first: np.ndarray, taken: np.ndarray) -> Worker:
@@ -272,7 +292,8 @@ def plan_data(problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None =
         "stages": [
             {
                 "layers": [stage.first_layer, stage.last_layer],
-                **_simple_fields(stage, without=("first_layer", "last_layer", "workers")),
+                **_simple_fields(stage, without=("first_layer", "last_layer", "workers", "trees")),
+                **({"trees": _trees_data(stage.trees, names)} if stage.trees else {}),
                 "workers": [
                     pools[worker.pool]
                     | {"devices": _runs(worker.devices)}

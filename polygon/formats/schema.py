@@ -264,7 +264,7 @@ _RuntimeSpec = _from_dataclass("_RuntimeSpec", Runtime, without=("name", "versio
 _StageRuleSpec = _from_dataclass("_StageRuleSpec", StageRule)
 _ConstraintsSpec = _from_dataclass("_ConstraintsSpec", Constraints, without=("stage_rules", "egress_bytes_per_step"))
 _LinkUseSpec = _from_dataclass("_LinkUseSpec", LinkUse, without=("source", "target"))
-_StageSpec = _from_dataclass("_StageSpec", Stage, without=("first_layer", "last_layer", "workers"))
+_StageSpec = _from_dataclass("_StageSpec", Stage, without=("first_layer", "last_layer", "workers", "trees"))
 _PlanSpec = _from_dataclass("_PlanSpec", Plan, without=("stages", "routes", "links", "order"))
 
 
@@ -367,11 +367,20 @@ class WorkerSpec(Strict):
     cp: Count = 1
 
 
+class SumTreeSpec(Strict):
+    """A part of a stage's gradients, the region where it is summed, and regions whose versions go over others."""
+
+    part: Annotated[float, Gt(0.0), Le(1.0)]
+    root: Name
+    relays: dict[Name, Name] = {}
+
+
 class StageSpec(_StageSpec):  # type: ignore[misc,valid-type]
     """Layers [first, last) and the workers that hold them."""
 
     layers: Annotated[list[Index], Len(2, 2)]
     workers: Annotated[list[WorkerSpec], MinLen(1)]
+    trees: list[SumTreeSpec] = Field(default_factory=list)
 
 
 class LinkUseSpec(_LinkUseSpec):  # type: ignore[misc,valid-type]

@@ -20,12 +20,17 @@ from polygon.domain.plan import (
     Plan,
     Problem,
     Stage,
+    SumTree,
     Worker,
+    sums_over_trees,
 )
 from polygon.domain.schedule import orders_end
 
 PRICEABLE = frozenset({"plan.memory", "plan.limit"})
 """Kinds of violations under which a plan is whole and can be priced: it is too large, or too dear."""
+
+PARTS_ERROR = 1e-6
+"""By which the parts of a stage's trees may miss 1."""
 
 
 def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -> list[Violation]:
@@ -102,6 +107,7 @@ def faults_of_structure(problem: Problem, plan: Plan) -> list[Violation]:
     if next_layer != model.layers:
         found.append(Violation("plan.last_layer", last=next_layer, layers=model.layers))
     found += _chunks(plan)
+    found += _trees(problem, plan)
     if plan.routes.ndim != 2 or plan.routes.shape[1] != len(plan.stages) or not plan.micro_batches:
         return [*found, Violation("plan.routes_shape", shape=plan.routes.shape, stages=len(plan.stages))]
     if plan.micro_batches * plan.micro_batch_size != problem.batch.global_batch:
@@ -187,6 +193,31 @@ def _shared_out(problem: Problem, stage: Stage, s: int) -> list[Violation]:
     if stage.shards < 0 or (stage.shards and members % stage.shards):
         found.append(Violation("plan.shards", stage=s, shards=stage.shards, members=members))
     return found
+
+
+def _trees(problem: Problem, plan: Plan) -> list[Violation]:
+    """Trees of a stage that do not sum all of its gradients over its regions, or where sums cannot go over trees."""
+    found, pools = [], problem.cluster.pools
+    for s, stage in enumerate(plan.stages):
+        if not stage.trees:
+            continue
+        regions = {pools[worker.pool].region for worker in stage.workers}
+        if not sums_over_trees(problem, plan, s):
+            found.append(Violation("plan.no_trees", stage=s, regions=len(regions)))
+        elif abs(sum(tree.part for tree in stage.trees) - 1) > PARTS_ERROR or min(t.part for t in stage.trees) <= 0:
+            found.append(Violation("plan.tree_parts", stage=s, parts=sum(tree.part for tree in stage.trees)))
+        else:
+            found += [
+                Violation("plan.tree", stage=s, tree=i) for i, t in enumerate(stage.trees) if not _spans(t, regions)
+            ]
+    return found
+
+
+def _spans(tree: SumTree, regions: set[int]) -> bool:
+    """Whether every region sends to the root, or to one that does."""
+    relays = dict(tree.relays)
+    over, under = set(relays.values()), set(relays)
+    return tree.root in regions - under and over <= regions - under - {tree.root} and under < regions
 
 
 def _chunks(plan: Plan) -> list[Violation]:

@@ -52,6 +52,7 @@ from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, is_ste
 from polygon.planning.problem_arrays import Bank, Setting, build_bank, splits_sequence, worker_classes
 from polygon.planning.routing import build_routes
 from polygon.planning.stage_rules import StageRules
+from polygon.planning.sum_trees import legal, with_quick_sums
 from polygon.planning.warmup_depths import Pacing
 
 SOCKET_WINDOW_BYTES = 4 * 2**20
@@ -277,6 +278,7 @@ class Decoder:
 
     def _settled(self, plan: Plan, may: Allowed) -> Plan:
         def fitting(candidate: Plan) -> Plan | None:
+            candidate = legal(candidate, self.problem)
             # Packing owes what it drops, and where nodes send one another packed gradients ZeRO divides inside them
             # alone: both take memory.
             packs = candidate.links != plan.links and any(use.weight_gradients != "none" for use in candidate.links)
@@ -331,11 +333,14 @@ class Decoder:
         if isinstance(draft, Infeasible):
             return draft
         pacing = Pacing(draft, self.tables)
+        quick = with_quick_sums(draft, self.tables, pacing.times)
+        if quick is not draft:
+            draft, pacing = quick, Pacing(quick, self.tables, beside=pacing)
         paced = pacing.best(known_s)
         packed = self._links(list(draft.stages), allocation.micro_batch_size, may, everywhere=True)
         if packed != draft.links:
             known_s = known_s if paced is None else min(known_s, paced[1].step_s)
-            other = Pacing(replace(draft, links=packed), self.tables, beside=pacing).best(known_s)
+            other = Pacing(legal(replace(draft, links=packed), self.problem), self.tables, beside=pacing).best(known_s)
             if other is not None and (paced is None or other[1].step_s < paced[1].step_s):
                 paced = other
         # What packing owes takes memory, too.

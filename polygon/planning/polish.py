@@ -22,6 +22,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.divisors import divisors
 from polygon.domain.plan import Plan, Stage
 from polygon.planning.checker import violations
+from polygon.planning.sum_trees import with_trees
 from polygon.planning.warmup_depths import Pacing
 
 CHUNKS = (2, 3, 4, 6, 8)
@@ -76,6 +77,8 @@ def polished(
 
     # A large step takes long to price: of it fewer changes are.
     most = min(evaluations, affordable(plan.micro_batches, len(plan.stages)))
+    best = with_trees(best, tables, value_of)
+    value = value_of(best)
     change_spans()
     known_s = longest_s(best)
     drafts, failures, at = list(changes(best, tables)), 0, 0
@@ -94,6 +97,8 @@ def polished(
         else:
             at, failures = at + 1, failures + 1
     if best is not plan:
+        best = with_trees(best, tables, value_of)
+        value = value_of(best)
         change_spans()
     return best
 
