@@ -205,7 +205,7 @@ def _trees(problem: Problem, plan: Plan) -> list[Violation]:
         if not sums_over_trees(problem, plan, s):
             found.append(Violation("plan.no_trees", stage=s, regions=len(regions)))
         elif abs(sum(tree.part for tree in stage.trees) - 1) > PARTS_ERROR or min(t.part for t in stage.trees) <= 0:
-            found.append(Violation("plan.tree_parts", stage=s, parts=sum(tree.part for tree in stage.trees)))
+            found.append(Violation("plan.tree_parts", stage=s, parts=round(sum(t.part for t in stage.trees), 9)))
         else:
             found += [
                 Violation("plan.tree", stage=s, tree=i) for i, t in enumerate(stage.trees) if not _spans(t, regions)

@@ -19,7 +19,18 @@ from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
 from polygon.domain.errors import InputError
 from polygon.domain.groups import Groups
 from polygon.domain.model import Batch, Model
-from polygon.domain.plan import COMPRESSIONS, RECOMPUTE, REDUCTIONS, Constraints, LinkUse, Plan, Problem, Stage, Worker
+from polygon.domain.plan import (
+    COMPRESSIONS,
+    RECOMPUTE,
+    REDUCTIONS,
+    Constraints,
+    LinkUse,
+    Plan,
+    Problem,
+    Stage,
+    SumTree,
+    Worker,
+)
 from polygon.formats import catalogue, convert, convert_plan, files
 from polygon.formats.schema import ClusterSpec, GroupsSpec, PlanSpec, check
 from polygon.formats.serialization import MOST_YAML, format_json, format_yaml, parse_json, parse_yaml
@@ -111,6 +122,12 @@ def problems(draw):
     )
 
 
+def relays(regions):
+    """Parents of some regions."""
+    region = st.integers(0, regions - 1)
+    return st.dictionaries(region, region, max_size=2)
+
+
 @st.composite
 def plans(draw):
     """A problem and a plan that refers to it rightly (it need not be a good plan)."""
@@ -144,6 +161,14 @@ def plans(draw):
                 recompute=recompute,
                 sequence_parallel=draw(st.booleans()),
                 ep=draw(st.integers(1, 3)),
+                trees=tuple(
+                    SumTree(
+                        part=draw(st.floats(0, 1, exclude_min=True)),
+                        root=draw(st.integers(0, len(problem.cluster.regions) - 1)),
+                        relays=tuple(sorted(draw(relays(len(problem.cluster.regions))).items())),
+                    )
+                    for _ in range(draw(st.integers(0, 2)))
+                ),
             )
         )
     micro_batches = draw(st.integers(1, 5))

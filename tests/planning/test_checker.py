@@ -9,7 +9,7 @@ import pytest
 
 from polygon.domain.cluster import Cluster
 from polygon.domain.model import Batch, Model
-from polygon.domain.plan import Constraints, LinkUse, Plan, Problem, Stage, StageRule, Worker
+from polygon.domain.plan import Constraints, LinkUse, Plan, Problem, Stage, StageRule, SumTree, Worker
 from polygon.planning import checker
 from polygon.planning.checker import PRICEABLE, violations
 from tests.linked_regions import cluster_of, small_gpt
@@ -58,6 +58,15 @@ WHOLE = Stage(first_layer=0, last_layer=LAYERS, workers=(*workers(0), *workers(8
 """All layers in each of two regions: what local steps need."""
 SOUND = plan_of(FRONT, BACK)
 LOCAL = plan_of(WHOLE, local_steps=10)
+THREE = {"cluster": cluster_of([*NODES, NODES[0]], bytes_per_s=1e9)}
+STAR = SumTree(part=1.0, root=0)
+
+
+def summed(*trees: SumTree) -> Plan:
+    """All layers in each of three regions, which sum over trees."""
+    return plan_of(replace(WHOLE, workers=(*WHOLE.workers, *workers(16, pool=2)), trees=trees))
+
+
 FREE = {"parity": "any"}
 EXPERTS = {"model": replace(MODEL, experts=4, experts_per_token=2, expert_ffn_size=64)}
 APART = replace(cluster_of(NODES), bytes_per_s=np.zeros((2, 2)))
@@ -175,6 +184,11 @@ BROKEN = {
     "plan.never_regions": (
         SOUND, {"stage_rules": (StageRule(stage=-1, never_regions=("r0",)),)}, {"stage": 1, "region": "r0"}
     ),
+    "plan.no_trees": (plan_of(replace(WHOLE, trees=(STAR,))), {}, {"stage": 0, "regions": 2}),
+    "plan.tree_parts": (summed(replace(STAR, part=0.6), replace(STAR, part=0.3)), THREE, {"stage": 0, "parts": 0.9}),
+    "plan.tree": (
+        summed(replace(STAR, part=0.5), replace(STAR, part=0.5, relays=((1, 2), (2, 1)))), THREE, {"tree": 1}
+    ),
     "plan.memory": (SOUND, {"memory_headroom": 0.97}, {"device": "a100-40gb"}),
 }  # fmt: skip
 """By rule: a plan that breaks it and no other, what its problem has beside, and arguments that the violation must have.
@@ -205,6 +219,39 @@ def test_a_plan_broken_in_one_way_breaks_one_rule(kind):
 def test_what_shares_something_out_divides_it(kind, plan, asked):
     """Degrees below the least; experts that their devices do not divide."""
     assert {violation.kind for violation in violations(problem_of(**asked), plan)} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "asked"),
+    [
+        ("plan.tree", summed(replace(STAR, root=3)), THREE),
+        ("plan.tree", summed(replace(STAR, relays=((0, 1),))), THREE),
+        ("plan.tree", summed(replace(STAR, relays=((1, 0),))), THREE),
+        ("plan.tree", summed(replace(STAR, relays=((1, 3),))), THREE),
+        ("plan.tree_parts", summed(replace(STAR, part=1.5), replace(STAR, part=-0.5)), THREE),
+        ("plan.no_trees", replace(summed(STAR), reduction="central-server"), THREE),
+        (
+            "plan.no_trees",
+            replace(summed(STAR), links=(LinkUse(source=0, target=2, weight_gradients="powersgd"),)),
+            {**THREE, **FREE},
+        ),
+        (
+            "plan.no_trees",
+            replace(summed(STAR), links=(LinkUse(source=1, target=1, weight_gradients="int8"),)),
+            {**THREE, **FREE},
+        ),
+    ],
+)
+def test_trees_are_trees_of_the_stages_regions(kind, plan, asked):
+    """One root, and nobody more than two links from it; only where regions send one another parts of plain sums."""
+    assert {violation.kind for violation in violations(problem_of(**asked), plan)} == {kind}
+
+
+@pytest.mark.parametrize("relays", [(), ((1, 2),), ((2, 1),)])
+def test_sound_trees_break_no_rule(relays):
+    """Over a relay or straight."""
+    plan = summed(replace(STAR, part=0.25, relays=relays), replace(STAR, part=0.75, root=2))
+    assert violations(problem_of(**THREE), plan) == []
 
 
 def test_a_plan_that_is_not_interleaved_uses_no_device_twice():

@@ -1,0 +1,108 @@
+"""Trees that pack what regions sum into their links."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.cost.step_times import step_times
+from polygon.cost.sum_trees import ways_over
+from polygon.cost.tables import CostTables
+from polygon.domain.model import Batch
+from polygon.domain.plan import LinkUse
+from polygon.planning.checker import violations
+from polygon.planning.efforts import EFFORTS
+from polygon.planning.search_engine import find_plan
+from polygon.planning.sum_trees import _quickest, legal, with_quick_sums, with_trees
+from tests.cost.test_step_times import far_problem, replicas
+from tests.cost.test_sum_trees import drawn_plan
+from tests.linked_regions import cluster_of
+from tests.nightly import cases
+from tests.sum_trees import drawn_trees, equal_stars
+
+
+def busy_s(trees, links, cards) -> float:
+    """Seconds in which links and cards pass a byte of gradient."""
+    ways = ways_over(trees, tuple(range(len(links))))
+    carried = ways.dealt * links
+    both = carried + carried.T
+    return float(max(both.max(), (ways.sent * cards).max()))
+
+
+def quickest(links, cards, dearness):
+    free = np.zeros(len(links))
+    arrays = (links, np.zeros_like(links), free, cards)
+    return _quickest(tuple(range(len(links))), dearness, *(array.tobytes() for array in arrays))
+
+
+@settings(deadline=None, max_examples=cases(30))
+@given(seed=st.integers(0, 10_000), k=st.integers(3, 6))
+def test_no_drawn_trees_pass_more(seed, k):
+    """Of one kind of link both ways; less what is cut off of many small trees."""
+    rng = np.random.default_rng(seed)
+    links = np.exp(rng.uniform(0, 3, (k, k)))
+    links = np.maximum(links, links.T)
+    cards = rng.uniform(0, 2, k)
+    best, stars = (busy_s(quickest(links, cards, dearness), links, cards) for dearness in (1.0, np.inf))
+    assert best <= 1.02 * stars
+    assert stars <= busy_s(equal_stars(range(k)), links, cards) * (1 + 1e-9)
+    for _ in range(40):
+        assert best <= 1.05 * busy_s(drawn_trees(rng, range(k), most=k), links, cards)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_a_slow_pair_goes_over_the_third_region(order):
+    """What leaves it is no more than what comes in: all of the gradient once each way, where parts would wait."""
+    a, b, hub = order
+    links = np.ones((3, 3))
+    links[a, b] = links[b, a] = 100.0
+    trees = quickest(links, np.zeros(3), 1.0)
+    assert busy_s(trees, links, np.zeros(3)) < 1.01 < 1.9 < busy_s(equal_stars(range(3)), links, np.zeros(3)) / 30
+    assert all(tree.root == hub or (tree.relays and tree.relays[0][1] == hub) for tree in trees if tree.part > 0.02)
+
+
+@settings(deadline=None, max_examples=cases(15))
+@given(seed=st.integers(0, 10_000))
+def test_trees_only_shorten_a_step(seed):
+    """And keep every rule."""
+    problem, plan = drawn_plan(seed)
+    tables = CostTables(problem)
+
+    def step_s(of):
+        return step_times(of, tables).step_s
+
+    found = with_trees(plan, tables, step_s)
+    assert step_s(found) <= step_s(plan)
+    quick = with_quick_sums(plan, tables, step_times(plan, tables))
+    sums = [step_times(of, tables).reductions[0] for of in (quick, plan)]
+    assert sums[0].streamed_s + sums[0].last_s <= sums[1].streamed_s + sums[1].last_s
+    for of in (found, quick):
+        assert [v.kind for v in violations(problem, of, tables)] == [v.kind for v in violations(problem, plan, tables)]
+
+
+def test_trees_are_lost_with_packings_that_need_whole_gradients():
+    """Low-rank factors go from every region to every other."""
+    problem = far_problem(3)
+    plan = replicas(problem, trees=equal_stars(range(3)))
+    assert legal(plan, problem) is plan
+    for use in (LinkUse(source=0, target=1, weight_gradients="powersgd"),
+                LinkUse(source=2, target=2, weight_gradients="int8")):  # fmt: skip
+        assert legal(replace(plan, links=(use,)), problem).stages[0].trees == ()
+
+
+def test_a_search_sums_over_trees_where_links_differ():
+    """Six places, each well linked to one of them alone: shorter steps than of a program that knows no trees."""
+    n = 6
+    bytes_per_s = np.full((n, n), 2e7)
+    bytes_per_s[0], bytes_per_s[:, 0] = 4e8, 4e8
+    problem = far_problem(n)
+    cluster = cluster_of([[("t4", 1, 2)]] * n, latency_s=0.01, bytes_per_s=bytes_per_s)
+    problem = replace(problem, cluster=cluster, batch=Batch(global_batch=768, seq_len=512, precision="fp32"))
+    plain = replace(problem, runtime=replace(problem.runtime, sum_trees=False))
+    trees, without = (find_plan(of, np.random.default_rng(0), effort=EFFORTS["quick"]) for of in (problem, plain))
+    assert trees.plan is not None and without.plan is not None
+    assert trees.value_s < 0.98 * without.value_s
+    assert any(stage.trees for stage in trees.plan.stages) and not any(stage.trees for stage in without.plan.stages)
