@@ -50,6 +50,9 @@ from polygon.domain.runtime import Runtime, turns_of_region
 from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import general, kernel
 
+TREE_HOPS = 4
+"""Links one behind the other on the longest ways over trees: two up to the root and two down."""
+
 dealt_turns = kernel(turns_of_region)
 """`turns_of_region` for kernels; first, so that all others are made anew when it changes (`polygon.jit.stamp`)."""
 
@@ -106,6 +109,8 @@ class LevelsRoom(NamedTuple):
     """(regions,) seconds in which a leader sends and receives its messages, where the runtime says what one takes."""
     ideal: np.ndarray
     """(1,) whether all pairs of nodes have as much, and messages cost their hosts nothing, in any case: for bounds."""
+    trees: np.ndarray
+    """(1,) whether regions sum over the trees that let most pass, where that is sooner (`over_trees_s`)."""
     latency_s: np.ndarray
     bytes_per_s: np.ndarray
     """(regions,) of a message between two nodes of each."""
@@ -123,8 +128,8 @@ def levels_room(pools: int, regions: int) -> LevelsRoom:
     first, nodes, places, leaders, turns = np.zeros((5, most), dtype=np.int64)
     messages, latency, rate, near = np.zeros((4, most))
     comes, goes = np.zeros((2, 3, most))
-    ideal = np.zeros(1, dtype=np.bool_)
-    return LevelsRoom(first, nodes, places, leaders, turns, messages, ideal, latency, rate, near, comes, goes)
+    ideal, trees = np.zeros((2, 1), dtype=np.bool_)
+    return LevelsRoom(first, nodes, places, leaders, turns, messages, ideal, trees, latency, rate, near, comes, goes)
 
 
 @kernel
@@ -334,28 +339,58 @@ def across_of(
     Ways over a third place are the longest that comes there and the longest that goes from there: regions twice are
     looked at, not three times. Other parameters are those of `levels_s`.
     """
-    across_s, far_s = 0.0, 0.0
+    across_s, far_s, all_rates, least_rate = 0.0, 0.0, 0.0, np.inf
     for k in range(found):
         for i in range(3):
             room.comes[i, k], room.goes[i, k] = 0.0, 0.0
     for a in range(found):
+        rates = 0.0
         for b in range(found):
             latency, rate = between(a, b, pools, part_bytes, pair_share, links, places, whole, room)
             if rate == 0:
                 return np.inf, latency
             if rate > 0:
                 part_s = part_bytes / rate
+                rates += rate
                 # A part goes to every place, and its sum comes back from there (or whole ones, once).
                 across_s, far_s = max(across_s, latency + 2 * part_s), max(far_s, latency)
                 for i in range(3):
                     way_s = latency + (0.0 if i == 0 else last * part_s if i == 1 else part_s)
                     room.comes[i, b], room.goes[i, a] = max(room.comes[i, b], way_s), max(room.goes[i, a], way_s)
+        all_rates, least_rate = all_rates + rates, min(least_rate, rates)
     if exchange_rounds(places, whole) == 2:
         for k in range(found):
             far_s = max(far_s, room.comes[0, k] + room.goes[0, k])
             # The longer of both halves takes all its time, the other one layer's (`passed_on_s`).
             across_s = max(across_s, room.comes[2, k] + room.goes[1, k], room.comes[1, k] + room.goes[2, k])
+        if room.trees[0] and not room.ideal[0] and places == found:
+            messages_s = 0.0
+            for a in range(found if links.message_s > 0 else 0):
+                messages_s = max(messages_s, room.messages_s[a])
+            over_s = 2 * far_s + over_trees_s(part_bytes * places, places, all_rates, least_rate, messages_s, last)
+            if over_s < across_s:
+                return over_s, 2 * far_s
     return across_s, far_s
+
+
+@kernel
+def over_trees_s(
+    wire_bytes: float, places: int, all_rates: float, least_rate: float, messages_s: float, last: float
+) -> float:
+    """Seconds of a sum over the trees that let most pass, latencies apart, if all links of a way are as busy.
+
+    Every tree has an edge at each region, and one fewer than regions in all; what these say is mostly reached, as no
+    group of regions has links to the others much slower than the slowest region's (Nash-Williams 1961, Tutte 1961).
+
+    Parameters
+    ----------
+    all_rates, least_rate : float
+        Bytes/s of all ways from region to region, and of those from the one that has least.
+    messages_s : float
+        In which a leader sends and receives its messages.
+    """
+    busy_s = max(wire_bytes / least_rate, 2 * (places - 1) * wire_bytes / all_rates, messages_s)
+    return (1 + (TREE_HOPS - 1) * last) * busy_s
 
 
 @kernel

@@ -25,12 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.cost.reduction import largest_share
+from polygon.cost.reduction import TREE_HOPS, largest_share
 from polygon.cost.transfers import LinkArrays
 from polygon.domain.plan import SumTree
-
-MOST_HOPS = 4
-"""Links from a region below a relay to the root, and down to another such."""
 
 
 class Ways(NamedTuple):
@@ -46,7 +43,7 @@ class Ways(NamedTuple):
         Of it what the first of both deals out to its nodes.
     messages : ndarray of bool, shape (2, regions, regions)
         By level, the root's first: whether the first of both deals out some of what they exchange there.
-    hops : ndarray of int, shape (ways, MOST_HOPS)
+    hops : ndarray of int, shape (ways, TREE_HOPS)
         Links of the ways from every region to every one, itself among them: source times regions plus target, with
         regions squared added where it leads down; twice that for none.
     source, target : ndarray of int, shape (ways,)
@@ -90,7 +87,7 @@ def ways_over(trees: tuple[SumTree, ...], regions: tuple[int, ...]) -> Ways:
                     rise = [x * k + y for x, y in zip(lines[a], lines[a][1:], strict=False)]
                     fall = [y * k + x + k * k for x, y in zip(lines[b], lines[b][1:], strict=False)][::-1]
                     hops = [*rise, *fall]
-                    found[(a, b, *hops, *[2 * k * k] * (MOST_HOPS - len(hops)))] = None
+                    found[(a, b, *hops, *[2 * k * k] * (TREE_HOPS - len(hops)))] = None
     table = np.array(list(found))
     return Ways(up + up.T, up, dealt, messages, table[:, 2:], table[:, 0], table[:, 1])
 

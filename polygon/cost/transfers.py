@@ -123,6 +123,7 @@ class LinkArrays(NamedTuple):
     collective: np.ndarray
     bucket_bytes: float
     sum_turns: int
+    sum_trees: bool
     message_s: float
     """As in `Runtime`."""
 
@@ -239,10 +240,12 @@ class LinkTable:
 
     def arrays(self, runtime: Runtime) -> LinkArrays:
         """The table for kernels, with how a runtime adds up gradients."""
-        how = float(runtime.bucket_bytes), runtime.sum_turns, float(runtime.message_s)
+        how = float(runtime.bucket_bytes), runtime.sum_turns, runtime.sum_trees, float(runtime.message_s)
         if how not in self._arrays:
             own = {name: getattr(self, name) for name in LinkArrays._fields if hasattr(self, name)}
-            self._arrays[how] = pointed(LinkArrays(**own, bucket_bytes=how[0], sum_turns=how[1], message_s=how[2]))
+            self._arrays[how] = pointed(
+                LinkArrays(**own, bucket_bytes=how[0], sum_turns=how[1], sum_trees=how[2], message_s=how[3])
+            )
         return self._arrays[how]
 
 

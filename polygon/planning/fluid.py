@@ -769,6 +769,7 @@ def _find_sum(bank: Bank, work: FluidWork, s: int, depth: float, zero: int, last
     """Fill `whole`, `last`, `inside` and `inside_last` of a stage of so many layers; seconds to gather weights inside
     places. `last` and `apart` as in `levels_s`."""
     n_bytes, rings = work.reduction.n_bytes[s], _find_rings(bank, work, s)
+    work.levels.trees[0] = bank.links.sum_trees and bank.ep == 1
     node_s, region_s, across_s, far_s, card_s = levels_s(
         n_bytes,
         work.reduction.spread_bytes[s],

@@ -48,7 +48,7 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl, apart, last):
             capacity_bytes_per_s=1 / links.shared, egress_bytes_per_s=1 / links.egress,
             ring_latency_s=latency_s, ring_bytes_per_s=ring,
             collective=np.tile([1.0, 1e12, 0.0, 0.0, float(nccl), 1.0], (n, 1)), bucket_bytes=1e18,
-            sum_turns=7, message_s=1e-4,
+            sum_turns=7, sum_trees=True, message_s=1e-4,
         )  # fmt: skip
         one = np.ones(len(members), dtype=np.int64)
         *parts, far_s, _ = levels_s(
