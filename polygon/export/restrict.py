@@ -173,7 +173,7 @@ def find_uniform(problem: Problem, plan: Plan, tables: CostTables, rules: Rules)
             best = Uniform(plan=named, step_s=step_s)
 
     if rules.express(problem, plan):
-        consider(replace(plan, links=links, local_steps=1, reduction="all-reduce"))
+        consider(replace(_without_trees(plan), links=links, local_steps=1, reduction="all-reduce"))
         return best
     for priced, (bound_s, draft) in enumerate(sorted(_cuts(problem, plan, tables, rules), key=lambda cut: cut[0])):
         if priced >= MOST_PRICED or (best is not None and bound_s >= best.step_s):
@@ -382,6 +382,11 @@ def _fit_memory(draft: Plan, tables: CostTables, rules: Rules) -> Plan | None:
     return None
 
 
+def _without_trees(plan: Plan) -> Plan:
+    """The plan with equal parts of sums for all regions."""
+    return replace(plan, stages=tuple(replace(stage, trees=()) for stage in plan.stages))
+
+
 def losses(problem: Problem, plan: Plan, tables: CostTables, rules: Rules, uniform: Uniform, target: str) -> list[Loss]:
     """What the target cannot express, each with what it adds to a step; the costs add up to the difference."""
     found: list[Loss] = []
@@ -407,6 +412,8 @@ def losses(problem: Problem, plan: Plan, tables: CostTables, rules: Rules, unifo
         lose(Message("lost.weight_gradients") if packing == "none" else kept, replace(here, links=links))
     if plan.local_steps > 1:
         lose(Message("lost.local_steps", steps=plan.local_steps), replace(here, local_steps=1))
+    if any(stage.trees for stage in plan.stages):
+        lose(Message("lost.trees"), _without_trees(here))
     if plan.reduction != "all-reduce":
         lose(Message("lost.reduction", reduction=plan.reduction), replace(here, reduction="all-reduce"))
     shares = [plan.shares(s) for s in range(len(plan.stages))]

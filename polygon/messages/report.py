@@ -176,6 +176,7 @@ def stage_rows(problem: Problem, plan: Plan, estimate: Estimate) -> list[list[st
                 extras += [f"experts over {apart}"] if (apart := problem.experts_apart(stage)) > 1 else []
                 extras += [words] if (words := _recompute_words(stage)) else []
                 extras += [f"ZeRO-{stage.zero}"] if stage.zero else []
+                extras += [f"{len(stage.trees)} trees for sums"] if stage.trees else []
             rows.append(
                 [
                     str(s) if i == 0 else "",
