@@ -141,7 +141,7 @@ def _stages(priced: PricedChange) -> list[dict[str, Any]]:
         layers = layer_span(problem, stage.first_layer, stage.last_layer)
         rows.append(
             {"layers": layers, "first_layer": stage.first_layer, "last_layer": stage.last_layer, "width": stage.width,
-             "zero": stage.zero, "recompute": stage.recompute, "workers": groups}
+             "zero": stage.zero, "recompute": stage.recompute, "trees": len(stage.trees), "workers": groups}
         )  # fmt: skip
     return rows
 

@@ -45,7 +45,7 @@ export function Strategy(): JSX.Element {
     k === 0 ? String(i) : <span class="hidden">{i}</span>, k === 0 ? s.layers : "", w.region, <span class="whole">{w.workers} × {w.tp > 1 ? `${w.tp} ` : ""}{w.device}</span>,
     w.share_low === w.share_high ? w.share_low : `${w.share_low}–${w.share_high}`, percent(w.busy),
     <span class={w.peak_bytes > w.limit_bytes ? "error" : undefined}>{ofMemory(w.peak_bytes)} / {ofMemory(w.limit_bytes)}</span>,
-    k === 0 ? [s.zero ? `ZeRO-${s.zero}` : "", s.recompute !== "none" ? `${t("recompute")} ${s.recompute}` : ""].filter(Boolean).join(", ") : "",
+    k === 0 ? [s.zero ? `ZeRO-${s.zero}` : "", s.recompute !== "none" ? `${t("recompute")} ${s.recompute}` : "", s.trees ? t("sumTrees", { n: s.trees }) : ""].filter(Boolean).join(", ") : "",
   ]));
   const degrees = `${t("pipelineDegree")} ${v.stages.length} · ${t("dataDegree")} ${span(v.stages.map((s: Data) => s.width))} · ${t("tensorDegree")} ${span(v.stages.flatMap((s: Data) => s.workers.map((w: Data) => w.tp)))}`;
   return (
