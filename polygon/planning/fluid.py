@@ -974,6 +974,7 @@ def tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tup
         work.near[k] = min(held, max(1, int(bank.links.collective[work.pools[k], 0]) // work.degrees[k]))
         work.ring_nodes[k] = work.ring_nodes[k] * held // work.near[k]
     n_bytes = bank.tied_values * bank.gradient_bytes
+    work.levels.trees[0] = False  # of a weight that both ends hold every region adds up an equal part
     node_s, region_s, across_s, _, _ = levels_s(
         n_bytes,
         0.0,
