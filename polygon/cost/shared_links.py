@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polygon.cost.reduction import find_turns, pairs_at_once
-from polygon.cost.stage_reduction import ReductionCost, group_packing, places_of
+from polygon.cost.stage_reduction import ReductionCost, group_packing, places_of, trees_in_use
 from polygon.cost.sum_trees import ways_over
 from polygon.cost.transfers import LinkTable, Placement
 from polygon.domain.plan import Plan, SumTree
@@ -58,11 +58,12 @@ def busy_on_shared(
         places, reduction = mine.places, reductions[s]
         sent = np.where(mine.apart, reduction.wire_bytes, n_bytes[s])
         cards.add(s, mine.nodes, mine.passes * sent / links.bytes_per_s[mine.pool, mine.pool])
-        alone = group_packing(plan, places.regions) == "powersgd"  # then one node of a place sends all
+        mode = group_packing(plan, places.regions)
+        alone = mode == "powersgd"  # then one node of a place sends all
         if not reduction.across_bytes:
             continue
         regions = tuple((a, b) for a, b, _ in reduction.across_bytes)
-        ways = mine.ways(regions, links, plan.stages[s].trees, alone=alone)
+        ways = mine.ways(regions, links, trees_in_use(plan, s, places, mode), alone=alone)
         sent_bytes = np.array([n_bytes for *_, n_bytes in reduction.across_bytes])
         if plan.local_steps == 1:
             seconds = np.bincount(
@@ -117,7 +118,7 @@ class Sharing:
     def __init__(self, place: Placement, stage: int, links: LinkTable, sum_turns: int) -> None:
         self._nodes, self._region, self._pool = nodes, region, pool = place.hosts[stage]
         self._several = place.several
-        self._ways: dict[tuple[bool, tuple[tuple[int, int], ...]], Ways] = {}
+        self._ways: dict[Hashable, Ways] = {}
         self.places = places_of(place.packed_inside, region, np.ones_like(region), len(links.cluster.regions))
         self._turns = np.ones(len(links.cluster.regions), dtype=np.int64)
         self._turns[self.places.regions] = turns_of(self.places.nodes, sum_turns)

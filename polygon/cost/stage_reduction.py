@@ -214,7 +214,7 @@ def stage_reduction(
     held = Held(pools, nodes, members, place.degrees[stage], n_values, spread_values, spread)
     all_values = n_values + (spread - 1) * spread_values
     mode, layers = group_packing(plan, places.regions), len(range(*plan.stages[stage].layers))
-    trees = plan.stages[stage].trees
+    trees = trees_in_use(plan, stage, places, mode)
 
     def fixed() -> Fixed:
         tp, (_, last) = place.tp[place.members(stage)], seen_parts(layers, part, overlap_of(runtime, batch))
@@ -548,7 +548,7 @@ def room_of_sums(plan: Plan, place: Placement, stage: int, links: LinkTable, run
         held[1], _ = _owed(plan, tied, region, place.tp[mine], standing[-1])
     if runtime.by_layer and any(links.cluster.pools[p].device.is_cpu for p in np.unique(place.pool[mine]).tolist()):
         count = places.total
-        heard = _heard(places, plan.stages[stage].trees)[np.searchsorted(places.regions, region)]
+        heard = _heard(places, trees_in_use(plan, stage, places, mode))[np.searchsorted(places.regions, region)]
         heard = np.full(len(region), count) if count == 2 or mode == "powersgd" else 1 + heard
         ratio = packed_bytes(1e6, 4, mode) / 4e6
         leaders = places.nodes[np.searchsorted(places.regions, region)] if mode != "powersgd" else 1
@@ -569,6 +569,12 @@ def _owed(
         return np.zeros(len(region)), mode
     nodes = np.ones(len(region)) if mode == "powersgd" else places.nodes[np.searchsorted(places.regions, region)]
     return (tp if len(np.unique(degrees)) > 1 else 1) / nodes, mode
+
+
+def trees_in_use(plan: Plan, stage: int, places: Places, mode: str) -> tuple[SumTree, ...]:
+    """The trees of a stage; none where what-ifs have made the plan one whose sums cannot go over any."""
+    whole = mode == "powersgd" or places.total > len(places.regions)
+    return () if whole or plan.reduction != "all-reduce" else plan.stages[stage].trees
 
 
 def _heard(places: Places, trees: tuple[SumTree, ...]) -> np.ndarray:

@@ -218,7 +218,7 @@ class LinkTable:
             rates = ("bytes_per_s", "node_bytes_per_s", "card_bytes_per_s")
             for name in (*rates, "capacity_bytes_per_s", "egress_bytes_per_s"):
                 setattr(self, name, getattr(self, name) / factor)
-        self._arrays: dict[tuple[float, int, float], LinkArrays] = {}
+        self._arrays: dict[tuple[float, int, bool, float], LinkArrays] = {}
         self._pairs = np.ix_(self.region, self.region), ~inside
 
     def with_other_links(self, cluster: Cluster) -> LinkTable:
