@@ -57,6 +57,9 @@ TREES_FAR = 1.2
 """Times the longest latency of a way over one region that trees take, which mostly spare the farthest ones relays: the
 mean of 36 drawn stages of three clusters."""
 
+TREE_MESSAGES = 1.5
+"""Times the messages of equal parts that trees have: two nodes exchange some at either level (1.3 to 1.8)."""
+
 dealt_turns = kernel(turns_of_region)
 """`turns_of_region` for kernels; first, so that all others are made anew when it changes (`polygon.jit.stamp`)."""
 
@@ -391,9 +394,9 @@ def over_trees_s(
     all_rates, least_rate : float
         Bytes/s of all ways from region to region, and of those from the one that has least.
     messages_s : float
-        In which a leader sends and receives its messages.
+        In which a leader sends and receives its messages where every region adds up an equal part.
     """
-    busy_s = max(wire_bytes / least_rate, 2 * (places - 1) * wire_bytes / all_rates, messages_s)
+    busy_s = max(wire_bytes / least_rate, 2 * (places - 1) * wire_bytes / all_rates, TREE_MESSAGES * messages_s)
     return (1 + (TREE_HOPS - 1) * last) * busy_s
 
 

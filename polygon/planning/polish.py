@@ -71,14 +71,19 @@ def polished(
             if paced is not None and found < value - GAIN * abs(value):
                 best, value = paced[0], found
 
+    def sum_over_trees() -> None:
+        nonlocal best, value
+        found = best if expired() else with_trees(best, tables, value_of)
+        if found is not best:
+            best, value = found, value_of(found)
+
     def longest_s(plan: Plan) -> float:
         """How long the step of a plan that is worth a look may be, once this one is known."""
         return (1.0 if by_time else DEARER) * step_times(plan, tables).step_s
 
     # A large step takes long to price: of it fewer changes are.
     most = min(evaluations, affordable(plan.micro_batches, len(plan.stages)))
-    best = with_trees(best, tables, value_of)
-    value = value_of(best)
+    sum_over_trees()
     change_spans()
     known_s = longest_s(best)
     drafts, failures, at = list(changes(best, tables)), 0, 0
@@ -97,8 +102,7 @@ def polished(
         else:
             at, failures = at + 1, failures + 1
     if best is not plan:
-        best = with_trees(best, tables, value_of)
-        value = value_of(best)
+        sum_over_trees()
         change_spans()
     return best
 
