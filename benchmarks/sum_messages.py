@@ -34,8 +34,9 @@ def sums_on_rank(rank: int, port: int, turns: int, elements: int, sums: int) -> 
     """Processor seconds of one sum on this rank, and the messages that it sends and receives for it."""
     import torch
     from polygon_comm.accelerator import Accelerator
-    from polygon_comm.members import cut_for, members_of
+    from polygon_comm.members import members_of
     from polygon_comm.reduction import SumGroup
+    from polygon_comm.shares import cut_for
     from polygon_comm.transport import Wires
     from torch.distributed import TCPStore
 
@@ -63,7 +64,8 @@ def sums_on_rank(rank: int, port: int, turns: int, elements: int, sums: int) -> 
 
 def busiest(problem: Problem, plan: Plan) -> tuple[int, int, int, int]:
     """Of the stage whose busiest leader has most messages in a step: these, its regions, nodes and pieces."""
-    from polygon_comm.members import cut_for, members_of
+    from polygon_comm.members import members_of
+    from polygon_comm.shares import cut_for
 
     pools, found = problem.cluster.pools, (0, 0, 0, 0)
     for stage in plan.stages[: plan.groups]:

@@ -1,17 +1,19 @@
-"""Sums on their way: each begins, gathers, advances, is shared and ends in threads of its own, so that none waits for
-another one's part.
+"""Sums on their way: each begins, gathers, goes through its rounds, is shared and ends in threads of its own, so that
+none waits for another one's part.
 
 Packing and sending the next vector does not wait until an earlier one has arrived, what has arrived is unpacked and
-handed out at once; each of the five is done in one fixed order, since collectives inside a region need one.
+handed out at once; each of these is done in one fixed order, since collectives inside a region need one. Rounds of a
+sum wait for earlier rounds of the same sum and for earlier sums alone, on whatever ranks: so none waits in a circle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from threading import Condition
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from polygon_comm.accelerator import Accelerator
 
@@ -24,6 +26,8 @@ layer is. A layer of 50 million parameters in int8 needs 150 MB at a single lead
 a dozen of them under way are as good as all, of six steps take 1.2 to 1.5 times as long, of four twice."""
 MOST_UNDER_WAY = 32
 """But never more than this, so that tags suffice."""
+MOST_ROUNDS = 3
+"""Of messages after a sum's first ones: those of relays, of roots, and of relays again (`polygon_comm.members`)."""
 
 
 def _nothing() -> None:
@@ -43,8 +47,8 @@ class Pending:
         Waits until the sum is there.
     gather : callable, optional
         Waits for what the region's members have, and sends it on.
-    advance : callable, optional
-        Waits for what a second round of messages needs, and sends that.
+    rounds : sequence of callables
+        Each waits for what another round of messages needs, and sends that; at most `MOST_ROUNDS`.
     share : callable, optional
         Waits for what this rank leads of the sum, and begins to give it to the region's members.
     finish : callable, optional
@@ -56,49 +60,52 @@ class Pending:
         arrive: Callable[[], None],
         *,
         gather: Callable[[], None] = _nothing,
-        advance: Callable[[], None] = _nothing,
+        rounds: Sequence[Callable[[], None]] = (),
         share: Callable[[], None] = _nothing,
         finish: Callable[[], None] = _nothing,
     ) -> None:
-        self._gather, self._advance, self._share = gather, advance, share
-        self._arrive, self._finish = arrive, finish
-        self._gathered, self._advanced, self._shared, self._arrived = False, False, False, False
+        self._parts, self._done = (gather, *rounds, share, arrive), 0
+        self._finish = finish
+
+    def _do(self, parts: int) -> None:
+        """The first so many parts, but for those that have been done."""
+        while self._done < parts:
+            self._done += 1
+            self._parts[self._done - 1]()
 
     def gather(self) -> None:
         """Send the first round, if that has not been done."""
-        if not self._gathered:
-            self._gathered = True
-            self._gather()
+        self._do(1)
 
-    def advance(self) -> None:
-        """Send the second round, if there is one and it has not been sent."""
-        self.gather()
-        if not self._advanced:
-            self._advanced = True
-            self._advance()
+    @property
+    def rounds(self) -> tuple[Callable[[], None], ...]:
+        """Each sends another round, if it has not been sent."""
+        return tuple(partial(self._do, number) for number in range(2, len(self._parts) - 1))
 
     def share(self) -> None:
         """Begin to hand out what this rank leads, if that has not been done."""
-        self.advance()
-        if not self._shared:
-            self._shared = True
-            self._share()
+        self._do(len(self._parts) - 1)
 
     def arrive(self) -> None:
         """Return when the sum is there."""
-        self.share()
-        if not self._arrived:
-            self._arrived = True
-            self._arrive()
+        self._do(len(self._parts))
 
     def then(self, finish: Callable[[], None]) -> Pending:
         """The same sum, with something else to be done with it."""
-        return Pending(self.arrive, gather=self.gather, advance=self.advance, share=self.share, finish=finish)
+        return Pending(self.arrive, gather=self.gather, rounds=self.rounds, share=self.share, finish=finish)
 
     def __call__(self) -> None:
         """Wait for the sum and do with it what is to be done."""
         self.arrive()
         self._finish()
+
+
+class _Threads(NamedTuple):
+    """Of one each, for what follows when a sum has gathered."""
+
+    rounds: tuple[ThreadPoolExecutor, ...]
+    share: ThreadPoolExecutor
+    end: ThreadPoolExecutor
 
 
 class SumLine:
@@ -113,7 +120,11 @@ class SumLine:
     def __init__(self, accelerator: Accelerator) -> None:
         self._begin, self._gather = [accelerator.threads(1, f"sum-{name}") for name in ("begin", "gather")]
         self._sums, self._exchanges = (
-            tuple(accelerator.threads(1, f"{of}-{name}") for name in ("advance", "share", "end"))
+            _Threads(
+                tuple(accelerator.threads(1, f"{of}-round-{number}") for number in range(MOST_ROUNDS)),
+                accelerator.threads(1, f"{of}-share"),
+                accelerator.threads(1, f"{of}-end"),
+            )
             for of in ("sum", "exchange")
         )
         self._finish, self.device = accelerator.finish, accelerator.device
@@ -157,7 +168,7 @@ class SumLine:
         self,
         begin: Callable[[], Pending],
         n_bytes: int,
-        threads: tuple[ThreadPoolExecutor, ...],
+        threads: _Threads,
         end: Callable[[Pending], None],
         future: Future[Any],
     ) -> None:
@@ -167,9 +178,10 @@ class SumLine:
         with self._told(future):
             pending = begin()
             done = self._gather.submit(pending.gather)
-            for thread, part in zip(threads, (pending.advance, pending.share), strict=False):
+            for thread, part in zip(threads.rounds, pending.rounds, strict=False):
                 done = thread.submit(self._after, done, part)
-            threads[-1].submit(self._end, pending, done, n_bytes, end, future)
+            done = threads.share.submit(self._after, done, pending.share)
+            threads.end.submit(self._end, pending, done, n_bytes, end, future)
             return
         self._leave(n_bytes)
 
@@ -228,5 +240,6 @@ class SumLine:
 
     def close(self) -> None:
         """End the threads."""
-        for thread in (self._begin, self._gather, *self._sums, *self._exchanges):
-            thread.shutdown()
+        for threads in (self._sums, self._exchanges):
+            for thread in (self._begin, self._gather, *threads.rounds, threads.share, threads.end):
+                thread.shutdown()

@@ -1,12 +1,19 @@
 """Who sums what of a vector, over ranks in several regions.
 
-Where a region has several nodes, the first rank on each of them *leads*. Each region adds up an equal part of the
-vector for all, and deals it out to its leaders as it is cut into cells, one to each in turn, and in several *turns*;
-on every other region's leaders lie equal stretches of that part. So a vector crosses a link once however wide the stage
-is, every node's card passes its part, however few nodes other regions have, and as many connections are used as there
-are pairs of leaders that have something in common: eight leaders beside eight exchange over 56 connections in seven
-turns, over 8 in one. What two leaders have in common is one message, however many *pieces* it has: a piece has one
-leader in every region.
+Each part of a vector is summed over a *tree* of regions: every region sends what it has to its parent, a *relay* adds
+its children's versions to its own before it does, the root adds up all, and the sum goes back the same way. Where it is
+not said otherwise, each region is the root of an equal part, and the parent of all others there.
+
+Where a region has several nodes, the first rank on each of them *leads*. The root of a part deals it out to its leaders
+as it is cut into cells, one to each in turn, and in several *turns*; on the leaders of its children lie equal stretches
+of that part, and their children deal again, so that of two regions that exchange anything one always deals. So a vector
+crosses a link once however wide the stage is, every node's card passes its part, however few nodes other regions have,
+and as many connections are used as there are pairs of leaders that have something in common: eight leaders beside eight
+exchange over 56 connections in seven turns, over 8 in one. What two leaders have in common in a round is one message,
+however many *pieces* it has: a piece has one leader in every region.
+
+Leaves send first (round `LEAVES`), then relays (`RELAYS`); sums go from roots to their children (`ROOTS`), and from
+relays to theirs (`BACK`). Of two regions, and of what goes whole (`Members.whole`), all send all at once.
 """
 
 from __future__ import annotations
@@ -15,20 +22,51 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
-
-import torch
 
 from polygon_comm.line import MOST_UNDER_WAY
 from polygon_comm.near_sums import SMALL
 
-TAGS_PER_GROUP = 4 * MOST_UNDER_WAY
-"""A group uses so many tags in turn: two for each sum that is under way or expected."""
+LEAVES, RELAYS, ROOTS, BACK = range(4)
+"""Rounds of messages, by who sends; without relays there are the first and the third."""
+SUMS_APART = 2 * MOST_UNDER_WAY
+"""Of so many sums of a group, under way or expected, messages are told apart: each round of each has a tag."""
 CUT = 4
 """Which way of cutting vectors among leaders this is: what packing owes under another one is of other stretches."""
 _FINE = 1 << 40
 """Elements of a vector in which every piece has some."""
+
+
+class Tree(NamedTuple):
+    """A way in which a part of a vector is summed."""
+
+    part: float
+    """Of the vector: those of all trees make 1."""
+    parents: tuple[int, ...]
+    """Place of each region's parent, -1 of the root; that of a parent is the root, or has it for its own."""
+
+    @property
+    def root(self) -> int:
+        """Place of the region that has the sum first."""
+        return self.parents.index(-1)
+
+    def depth(self, place: int) -> int:
+        """How many regions are above one."""
+        parent = self.parents[place]
+        return 0 if parent < 0 else 1 if self.parents[parent] < 0 else 2
+
+    def children(self, place: int) -> list[int]:
+        """Places of the regions whose parent is at a place."""
+        return [child for child, parent in enumerate(self.parents) if parent == place]
+
+    def way(self, source: int, target: int) -> list[tuple[int, int]]:
+        """Pairs of places over which what a region has gets to another one: up to the root, and down from there."""
+        up, down = [source], [target]
+        for of in (up, down):
+            while self.parents[of[-1]] >= 0:
+                of.append(self.parents[of[-1]])
+        return [*pairwise(up), *pairwise(reversed(down))]
 
 
 class Piece(NamedTuple):
@@ -37,9 +75,11 @@ class Piece(NamedTuple):
     start: int
     stop: int
     owner: int
-    """Place of the region whose leader adds it up, where not all do."""
+    """Place of the region whose leader adds it up, where not all do: the root of its tree."""
     leaders: tuple[int, ...]
     """Of each region."""
+    tree: int
+    """Number of its tree (`Members.sum_trees`)."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +103,8 @@ class Members:
         Of `tags` that no other message between the leaders uses.
     nodes : tuple of tuples of rank
         Members on each node of the regions that have several; empty where it is not told who is on which.
+    trees : tuple of Tree
+        Over which more than two regions sum; empty: each is the root of an equal part, and the parent of all others.
     """
 
     name: str
@@ -72,8 +114,34 @@ class Members:
     codec: str = "none"
     first_tag: int = 0
     nodes: tuple[tuple[int, ...], ...] = ()
+    trees: tuple[Tree, ...] = ()
 
-    tags = TAGS_PER_GROUP
+    @property
+    def tags(self) -> int:
+        """How many tags the group uses, in turn."""
+        return SUMS_APART * self.rounds
+
+    @cached_property
+    def rounds(self) -> int:
+        """Of messages in a sum; of which two regions, and what goes whole, use the first."""
+        relays = any(tree.depth(place) > 1 for tree in self.sum_trees for place in range(len(self.regions)))
+        return 4 if relays else 2
+
+    @cached_property
+    def sum_trees(self) -> tuple[Tree, ...]:
+        """Trees over which what is not sent whole is summed; two regions give each other all they have."""
+        count = len(self.regions)
+        if self.trees and count > 2 and self.codec != "powersgd":
+            return self.trees
+        stars = [tuple(-1 if place == root else root for place in range(count)) for root in range(count)]
+        return tuple(Tree(1 / count, star) for star in stars)
+
+    def _borders(self, elements: int) -> list[int]:
+        """Where the trees' parts of a vector begin and end."""
+        if self.sum_trees is not self.trees:
+            return [elements * root // len(self.regions) for root in range(len(self.regions) + 1)]
+        ends = list(accumulate(tree.part for tree in self.trees))[:-1]
+        return [0, *(min(elements, round(elements * end)) for end in ends), elements]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -87,25 +155,27 @@ class Members:
     def pieces(self, elements: int) -> list[Piece]:
         """Of a vector, one after the other; none is empty."""
         pieces: list[Piece] = []
-        for owner in range(len(self.regions)):
-            start, stop = (elements * place // len(self.regions) for place in (owner, owner + 1))
+        for number, (tree, (start, stop)) in enumerate(
+            zip(self.sum_trees, pairwise(self._borders(elements)), strict=True)
+        ):
             counts = [
-                len(leaders) * (turns if place == owner else 1)
+                len(leaders) * (1 if tree.depth(place) % 2 else turns)
                 for place, (leaders, turns) in enumerate(zip(self.leaders, self.turns, strict=True))
             ]
             begins = [[start + (stop - start) * i // count for i in range(count)] for count in counts]
             for begin, end in pairwise(sorted({stop, *(at for of in begins for at in of)})):
                 at = [bisect_right(of, begin) - 1 for of in begins]
                 led = tuple(leaders[i % len(leaders)] for leaders, i in zip(self.leaders, at, strict=True))
-                if pieces and pieces[-1][2:] == (owner, led):
+                if pieces and pieces[-1][2:] == (tree.root, led, number):
                     begin = pieces.pop().start
                 if begin < end:
-                    pieces.append(Piece(begin, end, owner, led))
+                    pieces.append(Piece(begin, end, tree.root, led, number))
         return pieces
 
     def adds(self, piece: Piece, place: int, other: int) -> bool:
-        """Whether leaders of two regions exchange a piece: of two regions all, else what one of them adds up."""
-        return len(self.regions) == 2 or piece.owner in (place, other)
+        """Whether leaders of two regions exchange a piece: of two regions all, else what one adds up for the other."""
+        parents = self.sum_trees[piece.tree].parents
+        return len(self.regions) == 2 or parents[place] == other or parents[other] == place
 
     @cached_property
     def shared(self) -> dict[tuple[int, int], float]:
@@ -129,13 +199,15 @@ class Members:
             parts.setdefault((place[b], place[a]), []).append(part)
         return {regions: sum(shares) / max(shares) for regions, shares in parts.items()}
 
-    def leader_pairs(self) -> list[tuple[int, int]]:
-        """Pairs of ranks that exchange messages between regions."""
-        return list(self.shared)
+    @cached_property
+    def leader_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of ranks that exchange messages between regions: the first leaders of all do, if only what is small."""
+        firsts = combinations(sorted(leaders[0] for leaders in self.leaders), 2)
+        return tuple(dict.fromkeys([*self.shared, *firsts]))
 
     def leader_peers(self, rank: int) -> set[int]:
         """Ranks with which a rank exchanges messages between regions."""
-        return {b if a == rank else a for a, b in self.shared if rank in (a, b)}
+        return {b if a == rank else a for a, b in self.leader_pairs if rank in (a, b)}
 
 
 def members_of(
@@ -146,6 +218,7 @@ def members_of(
     codec: str = "none",
     first_tag: int = 0,
     turns: Callable[[Sequence[int], int], int] = lambda leaders, region: 1,
+    trees: tuple[Tree, ...] = (),
 ) -> Members:
     """Group ranks by region, regions by their number; without `node_of` a region counts as one node.
 
@@ -166,130 +239,4 @@ def members_of(
         leaders = [of[:1] for of in leaders]
     counts = [len(of) for of in leaders]
     dealt = [turns(counts, i) for i in range(len(counts))]
-    return Members(name, regions, tuple(leaders), tuple(dealt), codec, first_tag, tuple(nodes))
-
-
-class Arrangement:
-    """Pieces of a vector in the order in which a region's leaders have them: those of each leader side by side.
-
-    Attributes
-    ----------
-    holders : tuple of rank
-        Leaders that have any.
-    sizes : tuple of int
-        Elements of each.
-    """
-
-    def __init__(self, pieces: Sequence[Piece], keys: Sequence[tuple[int, int, int]]) -> None:
-        """`keys` are what each piece is put in order by, first its leader."""
-        self._lengths = [piece.stop - piece.start for piece in pieces]
-        self._order = sorted(range(len(pieces)), key=lambda i: (keys[i], i))
-        self._back = sorted(range(len(pieces)), key=self._order.__getitem__)
-        sizes: dict[int, int] = {}
-        for i in self._order:
-            sizes[keys[i][0]] = sizes.get(keys[i][0], 0) + self._lengths[i]
-        self.holders, self.sizes = tuple(sizes), tuple(sizes.values())
-
-    @property
-    def in_place(self) -> bool:
-        """Whether pieces stay where they are."""
-        return self._order == self._back == list(range(len(self._order)))
-
-    def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """The vector in that order: itself, or a copy."""
-        if self.in_place:
-            return vector
-        pieces = vector.split(self._lengths)
-        return torch.cat([pieces[i] for i in self._order])
-
-    def put_back(self, arranged: torch.Tensor, vector: torch.Tensor) -> None:
-        """Give the vector what `of` it has become."""
-        if not self.in_place:
-            pieces = arranged.split([self._lengths[i] for i in self._order])
-            torch.cat([pieces[i] for i in self._back], out=vector)
-
-
-class Stretch(NamedTuple):
-    """What a leader and others have in common, in what the leader has of a vector once arranged."""
-
-    peers: tuple[int, ...]
-    start: int
-    stop: int
-    sizes: tuple[int, ...]
-    """Elements of its pieces."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a leader has of a vector, once arranged.
-
-    Parameters
-    ----------
-    exchanged : tuple of Stretch
-        Of every peer that adds them up; or, where all add up, of all that it exchanges them with.
-    own : Stretch
-        What it adds up for others.
-    heard : mapping of rank to Stretch
-        What of its own each other leader has, in the order of their regions.
-    """
-
-    exchanged: tuple[Stretch, ...]
-    own: Stretch
-    heard: Mapping[int, Stretch]
-
-    @property
-    def messages(self) -> int:
-        """That the leader sends and receives."""
-        return 2 * (sum(len(stretch.peers) for stretch in self.exchanged) + len(self.heard))
-
-
-class Cut(NamedTuple):
-    """How a vector is cut for a rank of a region."""
-
-    arrangement: Arrangement
-    share: Share | None
-    """None where the rank leads nothing of it."""
-
-
-def cut_for(members: Members, rank: int, elements: int) -> Cut:
-    """How a vector of so many elements is cut for a member."""
-    place = next(place for place, region in enumerate(members.regions) if rank in region)
-    whole, firsts = members.whole(elements), tuple(leaders[0] for leaders in members.leaders)
-    pieces = [Piece(0, elements, 0, firsts)] if whole else members.pieces(elements)
-
-    def of(piece: Piece) -> tuple[int, int, int]:
-        """This region's leader, and who adds the piece up for it: by region, and rank; of two regions both do."""
-        if whole or (piece.owner == place and len(members.regions) > 2):
-            return piece.leaders[place], place, rank
-        other = 1 - place if len(members.regions) == 2 else piece.owner
-        return piece.leaders[place], other, piece.leaders[other]
-
-    keys = [of(piece) for piece in pieces]
-    arrangement = Arrangement(pieces, keys)
-    if rank not in arrangement.holders:
-        return Cut(arrangement, None)
-    if whole:
-        others = tuple(leader for leader in firsts if leader != rank)
-        return Cut(arrangement, Share((_stretch(others, 0, pieces),), _stretch((), elements, []), {}))
-    exchanged, own, at = [], _stretch((), 0, []), 0
-    mine = sorted((key, piece) for key, piece in zip(keys, pieces, strict=True) if key[0] == rank)
-    added = [piece for (_, by, _), piece in mine if by == place]
-    for (_, by, peer), common in groupby(mine, lambda pair: pair[0]):
-        stretch = _stretch((peer,) if by != place else (), at, [piece for _, piece in common])
-        at = stretch.stop
-        if by == place:
-            own = stretch
-        else:
-            exchanged.append(stretch)
-    heard: dict[int, Stretch] = {}
-    for other in range(len(members.regions)):
-        begin = 0
-        for leader, of_both in groupby(added if other != place else [], lambda piece: piece.leaders[other]):  # noqa: B023
-            heard[leader] = _stretch((leader,), begin, list(of_both))
-            begin = heard[leader].stop
-    return Cut(arrangement, Share(tuple(exchanged), own, heard))
-
-
-def _stretch(peers: tuple[int, ...], start: int, pieces: Sequence[Piece]) -> Stretch:
-    sizes = tuple(piece.stop - piece.start for piece in pieces)
-    return Stretch(peers, start, start + sum(sizes), sizes)
+    return Members(name, regions, tuple(leaders), tuple(dealt), codec, first_tag, tuple(nodes), trees)

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOptions
 
-from polygon_comm.compression import Codec, ErrorFeedback, make_codec
+from polygon_comm.compression import ErrorFeedback, make_codec
 from polygon_comm.line import Pending
-from polygon_comm.members import TAGS_PER_GROUP, Cut, Members, Share, cut_for
+from polygon_comm.members import LEAVES, Members
 from polygon_comm.near_sums import SMALL, HandingBack, NearSums, hand_out
 from polygon_comm.pacing import connections, open_descriptors, opened_since, prefer_near
-from polygon_comm.transport import Receipt, Wires
+from polygon_comm.shares import Cut, Share, cut_for
+from polygon_comm.transport import Receipt, Sending, Wires
+from polygon_comm.tree_sums import TreeSum
 
 
 class _Round(NamedTuple):
@@ -42,8 +44,8 @@ class _Crossing(NamedTuple):
 
     total: Callable[[], torch.Tensor]
     """Waits for the sum, and until this rank's own part has been sent: the sum takes its place."""
-    advance: Callable[[], None] = lambda: None
-    """Waits for the first round and sends the second."""
+    rounds: Sequence[Callable[[], None]] = ()
+    """Each waits for earlier rounds and sends another one."""
 
 
 class SumGroup:
@@ -143,9 +145,9 @@ class SumGroup:
                 part = parts[holders.index(self._wires.rank)]
                 crossings.append((part, self._cross(number, vector.numel(), share, part, key, shapes)))
 
-        def advance() -> None:
+        def advance(step: int) -> None:
             for _, crossing in crossings:
-                crossing.advance()
+                crossing.rounds[step]()
 
         def share_out() -> None:
             for part, crossing in crossings:
@@ -169,10 +171,11 @@ class SumGroup:
             elif replicated and self._node is not None:
                 self._node.hand_out([vector], self._node.ranks[:1])
 
+        rounds = [partial(advance, step) for step in range(0 if share is None else share.steps)]
         if later:
             gather()
-            return Pending(arrive, advance=advance)
-        return Pending(arrive, gather=gather, advance=advance, share=share_out)
+            return Pending(arrive, rounds=rounds)
+        return Pending(arrive, gather=gather, rounds=rounds, share=share_out)
 
     def begin_near(self, vector: torch.Tensor) -> Pending:
         """Start to replace the vector by its sum over the members in this rank's region; the result's call ends it."""
@@ -236,10 +239,16 @@ class SumGroup:
         small = elements < SMALL
         packers = [
             ErrorFeedback(make_codec("none")) if small else self._packer(key, index, shapes)
-            for index in range(len(share.exchanged) + len(share.own.sizes))
+            for index in range(len(share.exchanged) + share.pieces_summed)
         ]
-        exchange = self._exchange if self._direct(elements) else self._exchange_parts
-        return exchange(part, share, packers, round_)
+        if self._direct(elements):
+            return self._exchange(part, share, packers, round_)
+
+        def send(of: int, peer: int, payload: torch.Tensor) -> Sending:
+            return self._wires.send(peer, round_.tags[of], payload)
+
+        trees = TreeSum(part, share, packers, round_.receipts, send=send, place=self._place, rank=self._wires.rank)
+        return _Crossing(trees.total, trees.rounds)
 
     @property
     def packing_error(self) -> float:
@@ -295,9 +304,10 @@ class SumGroup:
             self._awaited.append(self._sums)
         return self._sums
 
-    def _tag(self, number: int, round_: int = 0) -> int:
-        """Of the messages in a round of a sum."""
-        return self.members.first_tag + (2 * number + round_) % TAGS_PER_GROUP
+    def _tag(self, number: int, round_: int = LEAVES) -> int:
+        """Of the messages in a round of a sum; without relays, which have every other one, there are half as many."""
+        rounds, tags = self.members.rounds, self.members.tags
+        return self.members.first_tag + (rounds * number + round_ * rounds // 4) % tags
 
     def _packer(self, key: str, part: int, shapes: Sequence[Sequence[int]]) -> ErrorFeedback:
         slot = (key, part)
@@ -348,15 +358,13 @@ class SumGroup:
     def _heard_bytes(
         self, elements: int, share: Share, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
     ) -> list[dict[int, int]]:
-        """Bytes of messages to this leader, by round and peer: others' versions of what both have, or of its own part
-        first their versions, and then their sums of the other parts."""
+        """Bytes of messages to this leader, by round and peer."""
         codec = make_codec("none" if elements < SMALL else self.members.codec, shapes)
-        if self._direct(elements):
-            return [{p: codec.payload_bytes(s.stop - s.start, dtype) for s in share.exchanged for p in s.peers}]
-        return [
-            {peer: codec.payload_bytes(s.stop - s.start, dtype) for peer, s in share.heard.items()},
-            {p: sum(codec.payload_bytes(n, dtype) for n in s.sizes) for s in share.exchanged for p in s.peers},
-        ]
+
+        def n_bytes(of_trees: Mapping[int, tuple[int, ...]]) -> int:
+            return sum(codec.payload_bytes(n, dtype) for sizes in of_trees.values() for n in sizes)
+
+        return [{peer: n_bytes(of_trees) for peer, of_trees in heard.items()} for heard in share.heard]
 
     def _post(
         self,
@@ -368,10 +376,11 @@ class SumGroup:
         shapes: Sequence[Sequence[int]],
     ) -> _Round:
         """Post the receives of a sum."""
-        tags = self._tag(number), self._tag(number, 1)
+        heard = self._heard_bytes(elements, share, dtype, shapes)
+        tags = tuple(self._tag(number, of) for of in range(len(heard)))
         receipts = tuple(
-            {peer: self._wires.post_receive(peer, tag, n_bytes) for peer, n_bytes in heard.items()}
-            for tag, heard in zip(tags, self._heard_bytes(elements, share, dtype, shapes), strict=False)
+            {peer: self._wires.post_receive(peer, tag, n_bytes) for peer, n_bytes in of.items()}
+            for tag, of in zip(tags, heard, strict=True)
         )
         return _Round(key, elements, tags, receipts)
 
@@ -383,7 +392,7 @@ class SumGroup:
         self, part: torch.Tensor, share: Share, packers: Sequence[ErrorFeedback], round_: _Round
     ) -> _Crossing:
         """Every leader sends what it has in common with others to these: one latency."""
-        (tag, _), (receipts,), me = round_.tags, round_.receipts, self._wires.rank
+        tag, receipts, me = round_.tags[LEAVES], round_.receipts[LEAVES], self._wires.rank
         packed = [p.compress(part[s.start : s.stop]) for s, p in zip(share.exchanged, packers, strict=True)]
         sendings = [
             self._wires.send(peer, tag, payload)
@@ -402,59 +411,6 @@ class SumGroup:
             return total
 
         return _Crossing(total)
-
-    def _exchange_parts(
-        self, part: torch.Tensor, share: Share, packers: Sequence[ErrorFeedback], round_: _Round
-    ) -> _Crossing:
-        """Every leader adds up what is its own, and sends the sum to all who have any of it: two latencies."""
-        tags, receipts, own = round_.tags, round_.receipts, part[share.own.start : share.own.stop]
-        codec, place = make_codec(self.members.codec), self._place[self._wires.rank]
-        sendings = [
-            self._wires.send(stretch.peers[0], tags[0], packer.compress(part[stretch.start : stretch.stop])[0])
-            for stretch, packer in zip(share.exchanged, packers, strict=False)
-        ]
-        summed: list[torch.Tensor] = []
-
-        def advance() -> None:
-            """Add up this leader's own, and send it piece by piece as each other leader has it."""
-            total = torch.zeros_like(own)
-            for region, leaders in enumerate(self.members.leaders):
-                if region == place:
-                    total += own
-                for peer in leaders:
-                    if peer in share.heard:
-                        of = total[share.heard[peer].start : share.heard[peer].stop]
-                        of += codec.decompress(receipts[0][peer].wait(), of.shape, of.dtype)
-            packed = [
-                packer.compress(piece)
-                for piece, packer in zip(total.split(share.own.sizes), packers[len(share.exchanged) :], strict=True)
-            ]
-            starts = {start: i for i, start in enumerate(accumulate(share.own.sizes, initial=0))}
-            for peer, stretch in share.heard.items():
-                payloads = [payload for payload, _ in packed[starts[stretch.start] : starts[stretch.stop]]]
-                payload = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
-                sendings.append(self._wires.send(peer, tags[1], payload))
-            summed.extend(piece for _, piece in packed)
-
-        def total() -> torch.Tensor:
-            total = torch.empty_like(part)
-            total[share.own.start : share.own.stop] = torch.cat(summed) if summed else own
-            for stretch in share.exchanged:
-                payload = receipts[1][stretch.peers[0]].wait()
-                total[stretch.start : stretch.stop] = torch.cat(_unpacked(codec, payload, stretch.sizes, part.dtype))
-            for sending in sendings:
-                sending.wait()
-            return total
-
-        return _Crossing(total, advance)
-
-
-def _unpacked(codec: Codec, payload: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Pieces that were packed one by one and sent together."""
-    payloads = payload.split([codec.payload_bytes(size, dtype) for size in sizes])
-    if len(sizes) > 1:  # which may begin at bytes that wider numbers may not begin at
-        payloads = [each.clone() for each in payloads]
-    return [codec.decompress(each, (size,), dtype) for each, size in zip(payloads, sizes, strict=True)]
 
 
 def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

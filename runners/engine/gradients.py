@@ -323,7 +323,7 @@ class Reducer:
             with self._log.interval("reduce", f"reduce {bucket.name}"):
                 begun()
 
-        return Pending(end, gather=begun.gather, advance=begun.advance, share=begun.share)
+        return Pending(end, gather=begun.gather, rounds=begun.rounds, share=begun.share)
 
     def expect(self) -> None:
         """Let the others send early, from now on, what this rank sums in the step; some sums ahead."""

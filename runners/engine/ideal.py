@@ -196,14 +196,19 @@ class IdealRun:
         n_bytes = packed_bytes(elements, self.problem.batch.gradient_bytes, group.codec)
         found = []
         for place, (a, own_s) in enumerate(zip(firsts, ready_s, strict=True)):
-            others = [(*self._way(b, a), t) for b, t in zip(firsts, ready_s, strict=True) if b != a]
-            pairs = [group.pairs_at_once[place, other] for other in range(len(firsts)) if other != place]
-            way_s = n_bytes / sum(count * rate for count, (_, rate, _) in zip(pairs, others, strict=True))
+            others = [other for other in range(len(firsts)) if other != place]
+            ways = {other: self._way(firsts[other], a) for other in others if (place, other) in group.pairs_at_once}
+            way_s = n_bytes / sum(group.pairs_at_once[place, other] * rate for other, (_, rate) in ways.items())
             key = (group.name, a)
-            self._busy_s[key] = max(self._busy_s[key], min(t for *_, t in others)) + way_s
-            latest_s = max(t + latency_s for latency_s, _, t in others) + way_s
-            found.append(max(own_s, latest_s, self._busy_s[key] + min(latency_s for latency_s, *_ in others)))
+            self._busy_s[key] = max(self._busy_s[key], min(ready_s[other] for other in others)) + way_s
+            latest_s = max(ready_s[other] + self._latency_s(group, firsts, other, place) for other in others) + way_s
+            found.append(max(own_s, latest_s, self._busy_s[key] + min(latency_s for latency_s, _ in ways.values())))
         return found
+
+    def _latency_s(self, group: Members, firsts: Sequence[int], source: int, target: int) -> float:
+        """What a region's gradients take at least to another place of a group, straight or over the trees it has."""
+        trees = [tree.way(source, target) for tree in group.trees] or [[(source, target)]]
+        return min(sum(self._way(firsts[a], firsts[b])[0] for a, b in way) for way in trees)
 
     def _way(self, source: int, target: int) -> tuple[float, float]:
         """Latency and rate from a rank to one on another node."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from polygon_comm.members import Members, members_of
+from polygon_comm.members import Members, Tree, members_of
 from polygon_comm.shaped import LinkShape
 
-from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Worker
+from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Worker, sums_over_trees
 from polygon.domain.runtime import POLYGON, turns_of_region
 from polygon.domain.schedule import Action
 
@@ -283,6 +283,15 @@ class Layout:
         names = [self.plan.link_use(a, b).weight_gradients for a in regions for b in regions]
         return max(names, key=COMPRESSIONS.index, default="none")
 
+    def _trees(self, group: str) -> tuple[Tree, ...]:
+        """Those that the plan gives for what a group (by its name) sums; experts and tied weights have none."""
+        kind, (s, *_) = group.partition("-")[0], self.stages_in(group)
+        if kind != "stage" or not sums_over_trees(self.problem, self.plan, s):
+            return ()
+        pools, stage = self.problem.cluster.pools, self.plan.stages[s]
+        regions = sorted({pools[worker.pool].region for worker in stage.workers})
+        return tuple(Tree(tree.part, tree.parents(regions)) for tree in stage.trees)
+
     @cached_property
     def groups(self) -> dict[str, Members]:
         """All groups that sum: `stage-<s>.<slice>`, `experts-<s>.<slice>.<which>` (those with the same experts),
@@ -306,7 +315,8 @@ class Layout:
         groups: dict[str, Members] = {}
         for name, members in ranks.items():
             codec = self._codec(members)
-            groups[name] = members_of(name, members, self.place_of, self.node_of, codec, first_tag, turns)
+            trees = self._trees(name)
+            groups[name] = members_of(name, members, self.place_of, self.node_of, codec, first_tag, turns, trees)
             first_tag += groups[name].tags
         groups["all"] = members_of("all", range(self.plan.world_size), self.region_of, first_tag=first_tag)
         return groups

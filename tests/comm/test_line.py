@@ -26,7 +26,7 @@ def noting(notes, name, arrive=lambda: None):
     def begin():
         notes.append(f"begin {name}")
         return Pending(
-            arrive, advance=lambda: notes.append(f"advance {name}"), finish=lambda: notes.append(f"end {name}")
+            arrive, rounds=[lambda: notes.append(f"advance {name}")], finish=lambda: notes.append(f"end {name}")
         )
 
     return begin
@@ -114,7 +114,7 @@ def test_an_exchange_that_has_not_arrived_holds_no_other_up(line):
     """The second one's next round is sent while the first is still under way; a sum passes both."""
     arrived, advanced, summed = threading.Event(), threading.Event(), threading.Event()
     first = line.exchange(lambda: Pending(lambda: arrived.wait(PATIENCE_S)))
-    second = line.exchange(lambda: Pending(lambda: None, advance=advanced.set))
+    second = line.exchange(lambda: Pending(lambda: None, rounds=[advanced.set]))
     line.add(lambda: Pending(summed.set))
     line.wait()
     assert advanced.wait(PATIENCE_S) and summed.is_set() and not arrived.is_set()
@@ -174,7 +174,7 @@ def test_what_a_sum_works_on_is_held_until_the_device_has_done_it(way):
         tensor, received = torch.zeros(8), torch.ones(8)
         device.tensor = weakref.ref(tensor)
         inner = Pending(lambda: tensor.add_(received))
-        return Pending(inner.arrive, advance=inner.advance)
+        return Pending(inner.arrive, rounds=inner.rounds)
 
     end = getattr(line, way)(begin)
     line.wait() if way == "add" else end()

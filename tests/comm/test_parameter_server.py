@@ -24,7 +24,7 @@ def rank_with_owners(rank, port, region_of, node_of, codec, central):
     """Parts, what this rank holds of each step's sum where it is the owner, and what it is handed in the end."""
     store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
     members = members_of("test", range(len(region_of)), dict(enumerate(region_of)), node_of, codec)
-    peers = {b if a == rank else a: 1 for a, b in members.leader_pairs() if rank in (a, b)}
+    peers = {b if a == rank else a: 1 for a, b in members.leader_pairs if rank in (a, b)}
     wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     group = ServerGroup(members, wires)
     parts = group.parts(ELEMENTS, central=central)
