@@ -18,7 +18,7 @@ from polygon.planning.efforts import EFFORTS
 from polygon.planning.search_engine import find_plan
 from polygon.planning.sum_trees import _quickest, legal, with_quick_sums, with_trees
 from tests.cost.test_step_times import far_problem, replicas
-from tests.cost.test_sum_trees import drawn_plan
+from tests.cost.test_tree_prices import drawn_plan
 from tests.linked_regions import cluster_of
 from tests.nightly import cases
 from tests.sum_trees import drawn_trees, equal_stars
