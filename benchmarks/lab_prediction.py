@@ -53,6 +53,7 @@ from polygon.formats.files import read_json, read_plan, write_json
 from polygon.formats.schema import PlanSpec, check
 from polygon.planning.decode import useful_streams
 from polygon.planning.search_engine import Effort, find_plan
+from polygon.planning.sum_trees import able_groups, drafted
 from polygon.planning.warmup_depths import Pacing
 from runners.engine.options import Options
 from runners.engine.summary import log_lines
@@ -354,7 +355,8 @@ def uneven_network(seed: int) -> Network:
 def drawn_plans(problem: Problem, tables: CostTables, *, uneven: bool = False) -> dict[str, Plan]:
     """The planner's choice, data parallel and a pipeline of regions, with shares by speed; each in one packing.
 
-    Also three stages under spans and in an order of their own, where there is one. Of `uneven` networks data parallel
+    Of three regions or more data parallel over trees, too, with all relays that let more pass. Also three stages under
+    spans and in an order of their own, where there is one. Of `uneven` networks data parallel
     plain instead of pipelines.
     """
     cluster, chosen = problem.cluster, plans_for(problem, tables)
@@ -374,6 +376,8 @@ def drawn_plans(problem: Problem, tables: CostTables, *, uneven: bool = False) -
         "data parallel, by speed": way([(0, layers)], everyone, compression="int8", spans=1),
         last: way(list(pairwise(borders)), by_region, compression="none", spans=1 if uneven else 2),
     }
+    if not uneven and able_groups(plans["data parallel, by speed"], problem):
+        plans["data parallel, over trees"] = drafted(plans["data parallel, by speed"], tables, [0], 1.0)
     devices = everyone[0]
     if not uneven and len(devices) > 2:
         thirds = list(pairwise(np.linspace(0, layers, 4).round().astype(int).tolist()))

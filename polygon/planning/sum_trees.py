@@ -64,7 +64,7 @@ def with_trees(plan: Plan, tables: CostTables, value_of: Callable[[Plan], float]
     value = value_of(plan) if groups else 0.0
     for some in [groups, *([group] for group in groups if len(groups) > 1)]:
         for dearness in DEARNESS if some else ():
-            draft = _drafted(plan, tables, some, dearness)
+            draft = drafted(plan, tables, some, dearness)
             found = value if draft is plan else value_of(draft)
             if found < value - GAIN * abs(value) and not violations(tables.problem, draft, tables):
                 plan, value = draft, found
@@ -85,7 +85,7 @@ def with_quick_sums(plan: Plan, tables: CostTables, times: StepTimes) -> Plan:
     for group in able_groups(plan, tables.problem):
         least = _seen_s(times, group)
         for dearness in DEARNESS if least > VISIBLE * busiest_s else ():
-            draft = _drafted(plan, tables, [group], dearness)
+            draft = drafted(plan, tables, [group], dearness)
             found = least if draft is plan else _seen_s(unpaced_times(draft, tables), group)
             if found < (1 - GAIN) * least:
                 plan, least = draft, found
@@ -98,7 +98,7 @@ def _seen_s(times: StepTimes, group: int) -> float:
     return reduction.streamed_s + reduction.last_s
 
 
-def _drafted(plan: Plan, tables: CostTables, groups: Sequence[int], dearness: float) -> Plan:
+def drafted(plan: Plan, tables: CostTables, groups: Sequence[int], dearness: float) -> Plan:
     """The plan with the quickest trees of some groups, where what goes over a relay counts so many times; itself where
     it has these."""
     links, place = tables.links, tables.placement(plan)
