@@ -493,10 +493,10 @@ def _away_over_trees(
     """Compute times seconds of a step in which regions that each hold the whole model wait for sums over trees, shape
     (sets,), for sets whose regions are all linked.
 
-    What a region sends to another root comes back from there. A region is the root of all or waits for the latency of
-    the quickest way to another root and back; and where it is the root of the part q it waits for 1 - q of a gradient
-    over all its links. Parts make 1: least is waited where they are of the regions that wait at the highest price, each
-    as far as backward does not hide the rest. The other parameters are those of `led_sets`.
+    What a region sends to another root comes back from there. So all wait for the latencies to any root and back, and
+    who is the root of the part q waits for those of the quickest way to another root and for 1 - q of a gradient over
+    all its links. Parts make 1: least is waited where they are of the regions that wait at the highest price, each as
+    far as backward does not hide the rest. The other parameters are those of `led_sets`.
 
     Parameters
     ----------
@@ -509,11 +509,12 @@ def _away_over_trees(
     held = np.where(members, capacity[some], 0.0)
     way_s = ways_within_s(np.where(np.eye(len(some), dtype=bool), 0.0, links.latency_s[pairs]), members)
     back_s = way_s + way_s.transpose(0, 2, 1)
-    one_root = np.where(members, (held[:, :, None] * np.where(members[:, :, None], back_s, 0.0)).sum(axis=1), np.inf)
+    to_root = np.where(members, (held[:, :, None] * np.where(members[:, :, None], back_s, 0.0)).sum(axis=1), np.inf)
     back_s[:, np.arange(len(some)), np.arange(len(some))] = np.inf
     nearest_s = np.where(members[:, None, :], back_s, np.inf).min(axis=2)
-    several = (held * np.where(members, nearest_s, 0.0)).sum(axis=1)
-    away = np.minimum(one_root.min(axis=1), several)
+    # Of one root alone, the quickest way is the way to that.
+    one_root = to_root.min(axis=1)
+    away = np.minimum(one_root, (held * np.where(members, nearest_s, 0.0)).sum(axis=1))
     with np.errstate(divide="ignore"):
         sends = np.minimum(members @ links.rates(math.inf)[pairs], 1 / links.egress[some])
     sent_s = wire_bytes / sends
@@ -523,5 +524,6 @@ def _away_over_trees(
     price, seen = (np.take_along_axis(of, order, axis=1) for of in (price, seen))
     spared = np.clip(1.0 - (seen.cumsum(axis=1) - seen), 0.0, seen)
     rest = (price * (seen - spared)).sum(axis=1)
-    found: np.ndarray = away + np.maximum(last * (price.sum(axis=1) - price[:, 0]), rest)
+    away += np.maximum(last * (price.sum(axis=1) - price[:, 0]), rest)
+    found: np.ndarray = np.maximum(one_root, away)
     return found

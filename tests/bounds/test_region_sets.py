@@ -86,6 +86,24 @@ def test_no_pair_of_sets_has_more_than_the_list_says(n, seed, time_s):
                     assert sets.some(fits).most(time_s) >= has - 1e-9
 
 
+def test_relays_spare_latencies_of_the_first_stage():
+    """Five regions in a row, neighbours 0.1 s apart, all others 1: to the middle it is 0.2 s over a relay, and back."""
+    n = 5
+    latency_s = np.where(np.abs(np.subtract.outer(np.arange(n), np.arange(n))) == 1, 0.1, 1.0)
+    for trees in (False, True):
+        ways = Ways(
+            latency_s=latency_s,
+            linked=np.ones((n, n), dtype=bool),
+            down_s=latency_s,
+            up_s=latency_s,
+            whole=False,
+            trees=trees,
+        ).of(np.arange(n))
+        for sets in (_enumerated(np.ones(n), ways), _neighbourhoods(np.ones(n), ways, LEAST_S)):
+            least_s = sets.first_s[(sets.capacity == n) & (sets.away == 0) & sets.same].min()
+            assert abs(least_s - (0.4 if trees else 2.0)) < 1e-12
+
+
 def test_parts_lose_nothing():
     """Every pair is in one part, however often it is halved, and sets whose first stage is one region have no other."""
     ways = drawn_ways(5, 3)

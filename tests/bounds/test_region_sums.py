@@ -211,3 +211,28 @@ def test_a_slow_link_is_not_waited_for():
     assert trees_s == pytest.approx(2 / 2.01)
     at = standing(links, (0, 1, 2), one)
     assert over_trees(at, (0, 1, 2), best_trees(at, (0, 1, 2)), 1.0).busy_s.max() == pytest.approx(trees_s)
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "slow", "worth", "wire"),
+    [
+        (np.zeros((3, 3)), 1e9, [10.0, 1.0, 1.0], 6.0),
+        (np.kron(9 * (1 - np.eye(2)), np.ones((2, 2))) + (1 - np.eye(4)), 1.0, [1.0, 1.0, 1.0, 1.0], 0.0),
+    ],
+)
+def test_regions_that_lead_wait_for_what_the_best_trees_take(latency_s, slow, worth, wire):
+    """Of three regions without latencies the largest adds up all, and the others, between which the link is slow, wait
+    for 6 bytes at 1 a second; of two pairs of regions far apart that have nothing but latencies all send to one."""
+    n, slowness = len(latency_s), 1 - np.eye(len(latency_s))
+    slowness[1, 2] = slowness[2, 1] = slow
+    none, one, hop = np.zeros((n, n)), np.ones(n, dtype=np.int64), Hop(0.0, 1.0, 1.0)
+    links = Links(
+        latency_s=latency_s, slowness=slowness, shared=none, egress=np.zeros(n), nodes=one, hop=hop, trees=True
+    )
+    sets = summing_sets(links, whole=False)
+    led = led_sets(links, sets, lambda most: np.array(worth), wire, wire, hidden_s=0.0, last=0.0)
+    at, members = standing(links, tuple(range(n)), one), tuple(range(n))
+    times = over_trees(at, members, (SumTree(part=1.0, root=0),), wire)
+    all_s, *_ = tree_ways_s(times, n, 0.0, np.zeros(n), np.zeros(n), 0.0)
+    assert led.away[-1] == pytest.approx(12.0 if wire else 42.0)
+    assert all_s.diagonal() @ worth == pytest.approx(led.away[-1])
