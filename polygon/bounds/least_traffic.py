@@ -159,6 +159,7 @@ class LeastTraffic:
                 egress=1 / links.egress_bytes_per_s,
                 nodes=nodes.astype(np.int64),
                 hop=Hop(*best_hop(self.tables, self.kinds), part, float(links.card_bytes_per_s.max())),
+                trees=self.tables.problem.runtime.sum_trees,
             )
 
     def _gradient_wire_bytes(self, n_values: np.ndarray) -> np.ndarray:
@@ -190,7 +191,7 @@ class LeastTraffic:
             found.append(TiedSum(inside, nodes=most))
         sizes = np.floor([n_bytes]), np.floor([wire])
         for step in steps:
-            sums_s = self.sets_of_regions.seconds(*sizes, hop, *step)[0][:, 0] / self.local_steps
+            sums_s = self.sets_of_regions.seconds(*sizes, hop, *step, trees=False)[0][:, 0] / self.local_steps
             found.append(TiedSum(sums_s, nodes=step[1], across=True))
         return found
 
@@ -357,6 +358,7 @@ class LeastTraffic:
             down_s=over[0],
             up_s=over[1],
             whole="powersgd" in self._modes["weight_gradients"],
+            trees=self.tables.problem.runtime.sum_trees,
         )
 
     def _wire_bytes(self, micro_batch_size: int, modes: Iterable[str]) -> float:

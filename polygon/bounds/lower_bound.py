@@ -132,22 +132,25 @@ def _bound(tables: CostTables, local_steps: int, seconds_left: Callable[[], floa
         are told apart as finely as it matters."""
         nonlocal compute_s, path_s, stages_s
         found_s, of = np.inf, begins
-        numbers = tables.micro_batch_sizes
-        for number in sorted(numbers, key=lambda number: begins is not None and number != begins[1]):
-            size = size_work(tables, kinds, number)
-            compute_s, path_s = min(compute_s, size.compute_s), min(path_s, size.least_s)
-            if size.least_s < found_s:
-                if number not in known:
-                    go_on()
-                    known[number] = PipelineBound(size, traffic)
-                    stages_s = known[number].least_s(constant(size.capacity), stages_s)
-                ways = known[number].kinds_of_plan(local_steps, finely=begins is not None)
-                for kind in sorted(ways, key=lambda kind: begins is not None and kind != begins[0]):
-                    go_on()
-                    if (seconds := ways[kind](found_s)) < found_s:
-                        found_s, of = seconds, (kind, number)
-            elif size.path_s > LONGER * found_s:
-                break  # larger micro-batches pass the layers no sooner
+        first, at = begins or ("stages", tables.micro_batch_sizes[0])
+        numbers = sorted(tables.micro_batch_sizes, key=lambda number: number != at)
+        # One kind of all sizes, then the others, of which many are then known to take longer.
+        for others in (False, True):
+            for number in numbers:
+                size = size_work(tables, kinds, number)
+                compute_s, path_s = min(compute_s, size.compute_s), min(path_s, size.least_s)
+                if size.least_s < found_s:
+                    if number not in known:
+                        go_on()
+                        known[number] = PipelineBound(size, traffic)
+                        stages_s = known[number].least_s(constant(size.capacity), stages_s)
+                    ways = known[number].kinds_of_plan(local_steps, finely=begins is not None)
+                    for kind in (kind for kind in ways if (kind != first) == others):
+                        go_on()
+                        if (seconds := ways[kind](found_s)) < found_s:
+                            found_s, of = seconds, (kind, number)
+                elif size.path_s > LONGER * found_s:
+                    break  # larger micro-batches pass the layers no sooner
         return found_s, of
 
     regions_s, of = least(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -242,15 +242,21 @@ class PipelineBound:
         finely : bool
             Whether to tell sets of regions apart as finely as it matters (`tells_apart`).
         """
-        sets, same_s = self.traffic.sets(self.size), SAME * self.size.compute_s if finely else np.inf
-
-        led = self.traffic.led(self.size, self.hidden_s, self.last)
+        same_s = SAME * self.size.compute_s if finely else np.inf
         kinds: dict[str, Callable[[float], float]] = {
-            "stages": partial(self._of_sets, sets, same_s, self.apart_s),
-            "one stage": partial(self.single_s, led),
-            "interleaved": partial(self.interleaved_s, sets, same_s),
+            "stages": partial(self._of_sets, self._sets, same_s, self.apart_s),
+            "one stage": self.single_s,
+            "interleaved": partial(self.interleaved_s, self._sets, same_s),
         }
         return kinds | {"local steps": self.local_s} if local_steps > 1 else kinds
+
+    @cached_property
+    def _sets(self) -> RegionSets:
+        return self.traffic.sets(self.size)
+
+    @cached_property
+    def _led(self) -> LedSets:
+        return self.traffic.led(self.size, self.hidden_s, self.last)
 
     def _of_sets(self, sets: RegionSets, same_s: float, least_s: OfSets, known_s: float) -> float:
         """Least time over sets of regions, if it is less than `known_s` (else that), given what finds it for some of
@@ -331,15 +337,15 @@ class PipelineBound:
             least_s = max(least_s, parts_s)
         return min(known_s, max(least_s + waits_s, self.traffic_s))
 
-    def single_s(self, led: LedSets, known_s: float) -> float:
+    def single_s(self, known_s: float) -> float:
         """Least time of one stage in several regions, which find the norm in what they have summed and may lead."""
         tier_s, whole_s = self.pipeline.tier_s.copy(), self.whole_s.copy()
         tier_s[..., self.inside :] = whole_s[..., self.inside :] = 0.0
         pipeline = self.pipeline._replace(tier_s=tier_s, whole_s=whole_s)
         least = partial(self.least_s, most_stages=1, further=False)
-        least_s = least(constant(float(led.capacity.max(initial=0.0))), known_s, only=pipeline)
+        least_s = least(constant(float(self._led.capacity.max(initial=0.0))), known_s, only=pipeline)
         if least_s < known_s:
-            least_s = max(least_s, least(led.most, known_s, only=pipeline._replace(whole=False)))
+            least_s = max(least_s, least(self._led.most, known_s, only=pipeline._replace(whole=False)))
         return least_s
 
     def interleaved_s(self, sets: RegionSets, same_s: float, known_s: float) -> float:

@@ -4,7 +4,8 @@ Let A be the regions of a plan's first stage and S all of its regions. Every mic
 stage, so nothing ends later than that stage does, and the step is longer than its last action by
 
 - the longest latency of S (all agree on the gradient's norm; `polygon.cost.step_times.gradient_norm_s`), and
-- where A is more than one region, the latency of the first stage's sum (`longest_way_s`), which nothing hides.
+- where A is more than one region, the latency of the first stage's sum (`longest_way_s`), which nothing hides: over
+  whatever trees (`polygon.domain.plan.SumTree`) everything goes to some region and from there to everyone.
 
 A region outside of A gets its first micro-batch over links between regions, and sends the gradient of its last one back
 over them: its devices are idle for the quickest way there and back at least. So of T seconds in which a step computes,
@@ -39,8 +40,8 @@ class Ways:
     down_s, up_s : ndarray
         Seconds by which the activation of a micro-batch [source, target], and its gradient, take longer than the
         quickest message between any two workers; inf without a link.
-    whole : bool
-        Whether regions may send whole gradients in one round (`exchange_rounds`).
+    whole, trees : bool
+        Whether regions may send whole gradients in one round (`exchange_rounds`), and sum over trees.
     """
 
     latency_s: np.ndarray
@@ -48,6 +49,7 @@ class Ways:
     down_s: np.ndarray
     up_s: np.ndarray
     whole: bool
+    trees: bool
 
     def of(self, used: np.ndarray) -> Ways:
         """The same between some regions alone, messages by the quickest way over these."""
@@ -55,9 +57,10 @@ class Ways:
         return Ways(
             latency_s=self.latency_s[part],
             linked=self.linked[part] & ~np.eye(len(used), dtype=bool),
-            down_s=_quickest(self.down_s[part]),
-            up_s=_quickest(self.up_s[part]),
+            down_s=quickest(self.down_s[part]),
+            up_s=quickest(self.up_s[part]),
             whole=self.whole,
+            trees=self.trees,
         )
 
     def away_s(self, first: np.ndarray) -> np.ndarray:
@@ -140,26 +143,46 @@ class RegionSets:
         return [self.some(less), self.some(~less)] if high_s - low_s > least_s else []
 
 
-def longest_way_s(latency_s: np.ndarray, members: np.ndarray, *, whole: bool) -> np.ndarray:
-    """Longest latency of a sum over each of some sets of regions, as `polygon.cost.reduction.across_of` has it.
+def longest_way_s(latency_s: np.ndarray, members: np.ndarray, *, whole: bool, trees: bool) -> np.ndarray:
+    """Longest latency of a sum over each of some sets of regions, as `polygon.cost.reduction.across_of` has it, or the
+    least that it is over any trees.
 
     Parameters
     ----------
     latency_s : ndarray, shape (regions, regions)
         0 on the diagonal.
     members : ndarray of bool, shape (sets, regions)
-    whole : bool
-        As in `exchange_rounds`.
+    whole, trees : bool
+        As in `exchange_rounds`, and whether three regions or more may sum over trees.
 
     Returns
     -------
     ndarray, shape (sets,)
-        In one round of one link, in two of one that comes to a region and one that goes from there.
+        In one round of one link, in two of one that comes to a region and one that goes from there; over trees of the
+        longest way to a root and the longest from there, each by way of one region at most, for the best root.
     """
     comes = np.where(members[:, :, None], latency_s, 0.0).max(axis=1)
     goes = np.where(members[:, None, :], latency_s, 0.0).max(axis=2)
-    two = np.array([exchange_rounds(int(n), whole) == 2 for n in members.sum(axis=1)], dtype=bool)
+    count = members.sum(axis=1)
+    two = np.array([exchange_rounds(int(n), whole) == 2 for n in count], dtype=bool)
     found: np.ndarray = np.where(members, comes + two[:, None] * goes, 0.0).max(axis=1, initial=0.0)
+    if trees and (over := np.flatnonzero(count > 2)).size:
+        some = np.flatnonzero(members.any(axis=0))
+        inside = members[np.ix_(over, some)]
+        way_s = ways_within_s(latency_s[np.ix_(some, some)], inside)
+        comes = np.where(inside[:, :, None], way_s, 0.0).max(axis=1)
+        goes = np.where(inside[:, None, :], way_s, 0.0).max(axis=2)
+        found[over] = np.minimum(found[over], np.where(inside, comes + goes, np.inf).min(axis=1))
+    return found
+
+
+def ways_within_s(latency_s: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Latency between regions straight or over one region of each of some sets, shape (sets, regions, regions); the
+    parameters are those of `longest_way_s`."""
+    found: np.ndarray = np.full((len(members), *latency_s.shape), np.inf)
+    for relay in range(len(latency_s)):
+        over = np.flatnonzero(members[:, relay])
+        found[over] = np.minimum(found[over], latency_s[:, relay, None] + latency_s[None, relay, :])
     return found
 
 
@@ -187,7 +210,7 @@ def _enumerated(capacity: np.ndarray, ways: Ways) -> RegionSets:
         both = member[:, a] & member[:, b]
         spread_s[both] = np.maximum(spread_s[both], ways.far_s[a, b])
         linked[both] &= ways.linked[a, b] and ways.linked[b, a]
-    rows, sums_s = [], longest_way_s(ways.linked_s, member, whole=ways.whole)
+    rows, sums_s = [], longest_way_s(ways.linked_s, member, whole=ways.whole, trees=ways.trees)
     for first in np.flatnonzero(linked & member.any(axis=1)):
         inside = np.flatnonzero(member[first])
         away_s = ways.away_s(inside)
@@ -223,6 +246,15 @@ def _neighbourhoods(capacity: np.ndarray, ways: Ways, least_s: float) -> RegionS
         radius_s = far_s[a, some]
         # Of three regions and more the sum goes there and back, as its latency at least.
         sum_s = radius_s if exchange_rounds(3, ways.whole) == 1 else (ways.linked_s + ways.linked_s.T)[a, some]
+        if ways.trees:
+            # Over trees to the best root, and every set of three and more is known by that: straight or over another.
+            near = joined[np.ix_(some, some)] & (radius_s[:, None] <= radius_s[None, :])
+            there_s, back_s = (
+                np.where(near, of[np.ix_(some, some)], np.inf) for of in (ways.linked_s, ways.linked_s.T)
+            )
+            there_s = (ways.linked_s[a, some, None] + there_s).min(axis=0, initial=np.inf)
+            back_s = (ways.linked_s[some, a, None] + back_s).min(axis=0, initial=np.inf)
+            sum_s = np.minimum(sum_s, there_s + back_s)
         from_s, to_s = np.minimum(down_s, ways.down_s[a]), np.minimum(up_s, ways.up_s[:, a])
         for radius, first_s, there_s, back_s in (
             (np.zeros(1), np.zeros(1), ways.down_s[a][None], ways.up_s[:, a][None]),
@@ -247,7 +279,7 @@ def _neighbourhoods(capacity: np.ndarray, ways: Ways, least_s: float) -> RegionS
     return RegionSets(agree_s=agree_s, first_s=first_s, capacity=held, away=idle, same=same, enumerated=False)
 
 
-def _quickest(seconds: np.ndarray) -> np.ndarray:
+def quickest(seconds: np.ndarray) -> np.ndarray:
     """Shortest ways between all (Floyd and Warshall)."""
     best = seconds.copy()
     np.fill_diagonal(best, 0.0)

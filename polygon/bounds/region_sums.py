@@ -10,6 +10,18 @@ with k node pairs, f^2 at most, and on the k cards of a region 2 w (|S| - 1) / |
 rounds, where what comes over a link goes on over another, at least m_ab and the latencies of the longest way with that
 link. Of the pairs those count that are farthest or slowest. All that leaves a region passes its egress. A stage with f
 nodes at most has the compute of so many of every region: so f is looked at in steps (`NODES`).
+
+Three regions and more may sum over trees (`polygon.domain.plan.SumTree`), which need not use the slowest link, nor all
+alike. Take the regions in groups, m of them, a region by itself being one too: every tree has m - 1 edges or more from
+group to group, and its part of w passes each both ways. So with o_a the bytes per second that region a sends to other
+groups, over links that have the rate of the slower way and by its egress and its cards, that takes at least
+
+    2 (m - 1) w / (sum over a of o_a),  and  w / (sum over a of o_a in one of two groups).
+
+Links take turns at nothing better than the least latency; and all goes from everywhere to some root and back
+(`longest_way_s`). Groups are one of any regions and each other region by itself, and any two (`_over_trees`): of links
+alone the most that any groups say is enough for trees that are let have any depth (Nash-Williams 1961; Tutte 1961).
+
 Where packed, all nodes may send one another parts: N nodes 2 w / N each, and nothing is summed before that. Beside
 such nodes a region that sums first has a node pair to each from every node.
 
@@ -23,12 +35,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from polygon.bounds.region_sets import ENUMERATED, longest_way_s
+from polygon.bounds.region_sets import ENUMERATED, longest_way_s, quickest, ways_within_s
 from polygon.bounds.stage_tiers import node_steps
 from polygon.cost.reduction import exchange_rounds, passed_on_s
 
@@ -37,6 +50,8 @@ NODES = (1, 2, 4, 8, 16, 32, 128)
 """Nodes of the region that has most of a stage at which the bound takes a step."""
 
 
+LEAST_RATE = 1e-30
+"""Bytes/s of a link that is none, so that nothing passes it in no time."""
 PASSED_ON_S = np.vectorize(passed_on_s, otypes=[float])
 
 
@@ -73,6 +88,8 @@ class Links:
         0 for a region that must not be used.
     hop : Hop
         Least latency and most bytes/s between two nodes of a region.
+    trees : bool
+        Whether three regions or more may sum over trees.
     """
 
     latency_s: np.ndarray
@@ -81,6 +98,23 @@ class Links:
     egress: np.ndarray
     nodes: np.ndarray
     hop: Hop
+    trees: bool
+
+    def rates(self, most: float) -> np.ndarray:
+        """Bytes/s between two regions with so many nodes each at most, the slower of both ways; 0 without a link."""
+        nodes = np.minimum(self.nodes, most).astype(float)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rate = np.minimum(np.outer(nodes, nodes) / self.slowness, 1 / self.shared)
+        np.fill_diagonal(rate, 0.0)
+        found: np.ndarray = np.minimum(rate, rate.T).clip(LEAST_RATE, 1 / LEAST_RATE)
+        np.fill_diagonal(found, 0.0)
+        return found
+
+    def sends(self, most: float) -> np.ndarray:
+        """Bytes/s that leave a region with so many nodes at most."""
+        with np.errstate(divide="ignore"):
+            found: np.ndarray = np.minimum(1 / self.egress, np.minimum(self.nodes, most) * self.hop.card_bytes_per_s)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,6 +136,10 @@ class SummingSets:
         Latency of the farthest and of the slowest pair, of the longest way that it is part of, and slowness.
     near_s, shared, egress : ndarray
         Least latency, and seconds per byte of the narrowest capacity and of the narrowest egress.
+    over : ndarray of bool
+        Whether they may sum over trees.
+    over_s : callable
+        Given the most nodes that any region has: least seconds per packed byte of a gradient over any trees.
     """
 
     members: np.ndarray
@@ -117,19 +155,25 @@ class SummingSets:
     near_s: np.ndarray
     shared: np.ndarray
     egress: np.ndarray
+    over: np.ndarray
+    over_s: Callable[[float], np.ndarray]
 
     def capacity(self, of_region: np.ndarray) -> np.ndarray:
         """Most that a set has of something, given what every region has."""
         found: np.ndarray = (self.members @ of_region).max(axis=1)
         return found
 
-    def seconds(self, n_bytes: np.ndarray, wire_bytes: np.ndarray, hop: Hop, fewest: int, most: int) -> np.ndarray:
+    def seconds(
+        self, n_bytes: np.ndarray, wire_bytes: np.ndarray, hop: Hop, fewest: int, most: int, *, trees: bool = True
+    ) -> np.ndarray:
         """Least seconds of a sum where some region has `fewest` nodes in it or more, and none more than `most`.
 
         Parameters
         ----------
         n_bytes, wire_bytes : ndarray, shape (sizes,)
             Gradient as it is inside a region and packed between regions.
+        trees : bool
+            Whether this sum may go over trees where its regions may.
 
         Returns
         -------
@@ -154,6 +198,9 @@ class SummingSets:
             return longer
 
         between_s = np.maximum(pairs_s(sent), self.near_s[:, None] + busy_s)
+        if trees and self.over.any():
+            trees_s = np.maximum(self.latency_s, self.near_s + wire_bytes[:, None] * self.over_s(most)).T
+            between_s = np.where(self.over[:, None], trees_s, between_s)
         inside_s = hop.sum_s(n_bytes, fewest)
         best: np.ndarray = np.stack([inside_s + between_s, np.maximum(inside_s, between_s)])
         if (wire_bytes < n_bytes).any():
@@ -206,6 +253,12 @@ def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
     # What comes over a link goes on over the longest one, or has come over it.
     held_s = np.where(members[:, :, None] & members[:, None, :], links.latency_s, 0.0)
     comes, goes = held_s.max(axis=1), held_s.max(axis=2)
+    groups = _groups(members[:, used] if links.trees else members[:0, used])
+
+    @cache
+    def over_s(most: float) -> np.ndarray:
+        part = np.ix_(used, used)
+        return _over_trees(members[:, used], groups, links.rates(most)[part], links.sends(most)[used])
 
     def ends(pair: np.ndarray) -> np.ndarray:
         sets = np.arange(len(pair))
@@ -220,13 +273,49 @@ def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
         lanes=(links.nodes[a] * links.nodes[b])[np.stack([far, thin])],
         nodes=members @ links.nodes,
         rounds=rounds,
-        latency_s=longest_way_s(links.latency_s, members, whole=whole),
+        latency_s=longest_way_s(links.latency_s, members, whole=whole, trees=links.trees),
         far=ends(far),
         thin=ends(thin),
         near_s=np.where(inside, latency_s, np.inf).min(axis=1, initial=np.inf),
         shared=np.where(inside, links.shared[a, b], 0.0).max(axis=1, initial=0.0),
         egress=np.where(members, links.egress, 0.0).max(axis=1, initial=0.0),
+        over=links.trees & (count > 2),
+        over_s=over_s,
     )
+
+
+def _groups(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Every set with every part of it, neither all nor nothing: number of the set, and of the part as bits."""
+    bits = members @ (1 << np.arange(members.shape[1]))
+    part = np.arange(1 << members.shape[1])
+    of = [np.flatnonzero((part | mask) == mask)[1:-1] for mask in bits.tolist()]
+    return np.repeat(np.arange(len(of)), [len(parts) for parts in of]), np.concatenate([*of, np.zeros(0, np.int64)])
+
+
+def _over_trees(
+    members: np.ndarray, groups: tuple[np.ndarray, np.ndarray], rates: np.ndarray, sends: np.ndarray
+) -> np.ndarray:
+    """Least seconds per byte of a sum of each of some sets over any trees (the module's second formula).
+
+    Parameters
+    ----------
+    members : ndarray of bool, shape (sets, regions)
+    groups
+        Of `_groups`.
+    rates : ndarray, shape (regions, regions)
+        Bytes/s of links, as much either way.
+    sends : ndarray, shape (regions,)
+        Bytes/s of all that leaves a region.
+    """
+    of, bits = groups
+    inside = (bits[:, None] >> np.arange(members.shape[1])) & 1 == 1
+    others = members[of] & ~inside
+    count = others.sum(axis=1)
+    leave = np.where(inside, np.minimum(others @ rates, sends), 0.0).sum(axis=1)
+    alone = np.where(others, np.minimum(members @ rates, sends)[of], 0.0).sum(axis=1)
+    found = np.zeros(len(members))
+    np.maximum.at(found, of, np.maximum(1 / leave, 2 * count / (leave + alone)))
+    return found
 
 
 def _steps(values: np.ndarray) -> np.ndarray:
@@ -241,8 +330,10 @@ def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
     both = linked & linked.T
     if not both.any():
         return _enumerated(links, used[:0], whole=True)
-    # A set's longest latency either way, and its slowest link.
-    latency_s = np.where(both, np.maximum(links.latency_s, links.latency_s.T), np.inf)
+    # A set's longest latency either way, over trees by whatever way, and its slowest link.
+    way_s = np.where(both, links.latency_s, np.inf)
+    way_s = quickest(way_s) if links.trees else way_s
+    latency_s = np.where(both, np.maximum(way_s, way_s.T), np.inf)
     slowness = np.where(both, np.maximum(links.slowness, links.slowness.T), np.inf)
     least = float(links.latency_s[both].min()), float(links.slowness[both].min())
     far, thin = _steps(latency_s[both]), _steps(slowness[both])
@@ -256,6 +347,18 @@ def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
     held = np.array(members)
     bounds = np.array(points).T
     ones = np.ones(len(points), dtype=np.int64)
+
+    @cache
+    def over_s(most: float) -> np.ndarray:
+        near = held & (np.arange(regions) != used[:, None])
+        rates, sends = links.rates(most), links.sends(most)
+        each = np.minimum((near * rates[used]).sum(axis=2), sends[used])
+        # Any two members have one that sends no more than the second most. And k of them have k (k - 1) links, and send
+        # k times the most that any does: whatever k is, 2 (k - 1) gradients take no less than this.
+        second, link = np.sort(each, axis=1)[:, -2], (near * rates[used]).max(axis=(1, 2))
+        found: np.ndarray = np.maximum(1 / second.clip(LEAST_RATE), 2 / (each.max(axis=1) + link).clip(LEAST_RATE))
+        return found
+
     return SummingSets(
         members=held,
         fewest=np.full(len(points), 2),
@@ -270,6 +373,8 @@ def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
         near_s=np.full(len(points), least[0]),
         shared=np.full(len(points), float(links.shared[both].min())),
         egress=np.full(len(points), float(links.egress[used].min())),
+        over=np.full(len(points), links.trees),
+        over_s=over_s,
     )
 
 
@@ -326,9 +431,9 @@ def led_sets(
 
     A step T is at least the mean of any cycle of regions. What backward hides left out: in two rounds a region's own
     sums come back over b, so that it computes for T less what that way takes (`polygon.cost.reduction.passed_on_s`);
-    in one round a and b together compute for 2 T - 2 x_ab or less, with x_ab the mean of both ways. Of neighbourhoods
-    this does not count. A region alone is such a cycle: with f of its nodes it computes for T less what is seen of
-    their sum.
+    in one round a and b together compute for 2 T - 2 x_ab or less, with x_ab the mean of both ways; over trees see
+    `_away_over_trees`. Of neighbourhoods this does not count. A region alone is such a cycle: with f of its nodes it
+    computes for T less what is seen of their sum.
 
     Parameters
     ----------
@@ -375,4 +480,50 @@ def led_sets(
             away[i] = held @ wait_s.max(axis=1)
         else:
             away[i] = (2 * wait_s * np.minimum(held[:, None], held[None, :])).max()
+    if (over := np.flatnonzero(sets.over)).size:
+        busy_s[over] = np.minimum(busy_s[over], wire_bytes * sets.over_s(math.inf)[over])
+        least = _away_over_trees(links, sets.members[over, 0], capacity, wire_bytes, hidden_s, last)
+        away[over] = np.minimum(away[over], least)
     return LedSets(sets, total, away, busy_s, by_steps, inside_s)
+
+
+def _away_over_trees(
+    links: Links, members: np.ndarray, capacity: np.ndarray, wire_bytes: float, hidden_s: float, last: float
+) -> np.ndarray:
+    """Compute times seconds of a step in which regions that each hold the whole model wait for sums over trees, shape
+    (sets,), for sets whose regions are all linked.
+
+    What a region sends to another root comes back from there. So all wait for the latencies to any root and back, and
+    who is the root of the part q waits for those of the quickest way to another root and for 1 - q of a gradient over
+    all its links. Parts make 1: least is waited where they are of the regions that wait at the highest price, each as
+    far as backward does not hide the rest. The other parameters are those of `led_sets`.
+
+    Parameters
+    ----------
+    members : ndarray of bool, shape (sets, regions)
+    capacity : ndarray, shape (regions,)
+        Compute of each.
+    """
+    some = np.flatnonzero(members.any(axis=0))
+    members, pairs = members[:, some], np.ix_(some, some)
+    held = np.where(members, capacity[some], 0.0)
+    way_s = ways_within_s(np.where(np.eye(len(some), dtype=bool), 0.0, links.latency_s[pairs]), members)
+    back_s = way_s + way_s.transpose(0, 2, 1)
+    to_root = np.where(members, (held[:, :, None] * np.where(members[:, :, None], back_s, 0.0)).sum(axis=1), np.inf)
+    back_s[:, np.arange(len(some)), np.arange(len(some))] = np.inf
+    nearest_s = np.where(members[:, None, :], back_s, np.inf).min(axis=2)
+    # Of one root alone, the quickest way is the way to that.
+    one_root = to_root.min(axis=1)
+    away = np.minimum(one_root, (held * np.where(members, nearest_s, 0.0)).sum(axis=1))
+    with np.errstate(divide="ignore"):
+        sends = np.minimum(members @ links.rates(math.inf)[pairs], 1 / links.egress[some])
+    sent_s = wire_bytes / sends
+    price = held * sent_s
+    seen = np.maximum(1 - hidden_s / np.maximum(sent_s, 1e-300), 0.0)
+    order = np.argsort(-price, axis=1, kind="stable")
+    price, seen = (np.take_along_axis(of, order, axis=1) for of in (price, seen))
+    spared = np.clip(1.0 - (seen.cumsum(axis=1) - seen), 0.0, seen)
+    rest = (price * (seen - spared)).sum(axis=1)
+    away += np.maximum(last * (price.sum(axis=1) - price[:, 0]), rest)
+    found: np.ndarray = np.maximum(one_root, away)
+    return found

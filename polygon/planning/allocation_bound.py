@@ -16,9 +16,9 @@ import numpy as np
 
 from polygon.cost.convergence import allowed
 from polygon.cost.reduction import LevelsRoom, least_part, least_sum_s, levels_s
-from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
+from polygon.cost.transfers import LinkArrays, boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.jit.by_pointer import gives_pointed
-from polygon.jit.compilation import general
+from polygon.jit.compilation import general, kernel
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import FIRST, SECOND, THIRD, FluidWork, fluid_step_s, work_for
@@ -127,6 +127,58 @@ def all_busy(bank: Bank, stages: Stages, n: int, seconds: np.ndarray) -> bool:
     return True
 
 
+@kernel
+def least_over_trees_s(
+    count: int, pools: np.ndarray, wire_bytes: float, links: LinkArrays, room: LevelsRoom
+) -> tuple[float, float]:
+    """Least seconds of a sum between regions over any trees, and of its latency; inf where there are not three regions.
+
+    The formulas are those of `polygon.bounds.region_sums`, for each region beside the others and all by themselves.
+
+    Parameters
+    ----------
+    count, pools
+        As in `levels_s`, which has filled `room`.
+    """
+    found = 0
+    for i in range(count):
+        if i == 0 or links.region[pools[i]] != links.region[pools[i - 1]]:
+            found += 1
+    if found < 3:
+        return np.inf, np.inf
+    near_s, way_s, each, total = np.inf, np.inf, np.inf, 0.0
+    for r in range(found):
+        pr, sends, comes_s, goes_s = pools[room.first[r]], 0.0, 0.0, 0.0
+        for a in range(found):
+            if a == r:
+                continue
+            pa = pools[room.first[a]]
+            near_s = min(near_s, links.latency_s[pr, pa])
+            rate = min(links.bytes_per_s[pr, pa], links.bytes_per_s[pa, pr]) * room.leaders[r] * room.leaders[a]
+            ra, rr = links.region[pa], links.region[pr]
+            sends += min(rate, links.capacity_bytes_per_s[rr, ra], links.capacity_bytes_per_s[ra, rr])
+            to_s, from_s = np.inf, np.inf
+            for k in range(found):
+                pk = pools[room.first[k]]
+                to_s = min(to_s, _link_s(pa, pk, links) + _link_s(pk, pr, links))
+                from_s = min(from_s, _link_s(pr, pk, links) + _link_s(pk, pa, links))
+            comes_s, goes_s = max(comes_s, to_s), max(goes_s, from_s)
+        way_s = min(way_s, comes_s + goes_s)
+        sends = min(sends, links.egress_bytes_per_s[links.region[pr]], links.card_bytes_per_s[pr] * room.leaders[r])
+        each, total = min(each, sends), total + sends
+    if each <= 0:
+        return np.inf, way_s
+    return max(way_s, near_s + wire_bytes * max(1 / each, 2 * (found - 1) / total)), way_s
+
+
+@kernel
+def _link_s(a: int, b: int, links: LinkArrays) -> float:
+    """Latency of the link between regions of two pools; 0 of one region."""
+    if a == b:
+        return 0.0
+    return float(links.latency_s[a, b]) if links.bytes_per_s[a, b] > 0 else np.inf
+
+
 @general
 def reduction_floor_s(
     bank: Bank,
@@ -136,11 +188,13 @@ def reduction_floor_s(
     members: int,
     values: float,
     ratio: float,
+    trees: bool,
     room: LevelsRoom,
 ) -> tuple[float, float, float]:
     """Least seconds of a reduction inside regions, between them, and the latency in the latter.
 
-    All workers of these classes take part; `ratio` is what packing leaves of the gradient at least.
+    All workers of these classes take part; `ratio` is what packing leaves of the gradient at least, and `trees` whether
+    three regions or more may sum over some.
     """
     if members == 1 and counts[0] * bank.cp == 1:
         return 0.0, 0.0, 0.0
@@ -166,6 +220,9 @@ def reduction_floor_s(
         n_bytes, 0.0, 1, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, 0.0, 1.0, room
     )
     room.ideal[0] = False
+    if trees:
+        over_s, way_s = least_over_trees_s(used, pools, wire, bank.links, room)
+        across_s, far_s = min(across_s, over_s), min(far_s, way_s)
     inside_s, total, card, latency_s = 0.0, 0, 0.0, np.inf
     for i in range(used):
         inside_s = max(inside_s, limits.inside * least_sum_s(n_bytes, fewest[i], pools[i], bank.links))
@@ -194,7 +251,7 @@ def _tied_floor_s(bank: Bank, limits: Limits, stages: Stages, last: int, room: L
             classes[used], counts[used] = c, count
             used += 1
     inside, across, _ = reduction_floor_s(
-        bank, limits, classes, counts, used, bank.tied_values, limits.tied_ratio, room
+        bank, limits, classes, counts, used, bank.tied_values, limits.tied_ratio, False, room
     )
     # With local steps regions that hold both copies meet seldom.
     return inside + (across if limits.local_steps == 1 else 0.0)
@@ -244,7 +301,7 @@ def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut
                 for i in range(members[s]):
                     for j in range(members[t]):
                         agree = max(agree, limits.agree_s[bank.region[classes[s, i]], bank.region[classes[t, j]]])
-    tied = 0.0
+    tied, trees = 0.0, bank.links.sum_trees and bank.ep == 1
     if n > 1:
         tied = np.inf
         for i in range(members[0]):
@@ -274,7 +331,7 @@ def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut
         inside, across, far = 0.0, 0.0, 0.0
         if busy:
             inside, across, far = reduction_floor_s(
-                bank, limits, classes[s], counts[s], k, values, limits.gradient_ratio, work.levels
+                bank, limits, classes[s], counts[s], k, values, limits.gradient_ratio, trees, work.levels
             )
         hidden = (backward[s, :k].max() + limits.codec_s) * (b - a - 1) / (b - a)
         part = 1.0

@@ -15,7 +15,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Plan, Problem, StageRule
 from polygon.planning.allocation_bound import floor_s, limits_of
 from polygon.planning.checker import violations
-from polygon.planning.decode import Decoder, most_stages
+from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.exact import AllAllocations, find_optimum
 from polygon.planning.fluid import work_for
 from polygon.planning.problem_arrays import Setting
@@ -62,6 +62,25 @@ def test_no_plan_beats_its_allocations_floor(seed, wild):
     bank = decoder.bank(Setting(size))
     arguments = bank, limits_of(decoder, size), x, work_for(bank, len(x))
     assert floor_s(*arguments) == floor_s.py_func(*arguments)
+
+
+def test_floors_know_that_trees_spare_a_slow_link():
+    """Three regions, two of them joined by a slow link: with trees over the third the plan is quicker than any without,
+    and the floor, which is no higher, is above half of it."""
+    rate = np.full((3, 3), 1e8)
+    rate[0, 1] = rate[1, 0] = 1e6
+    problem = tiny([[("a100-40gb", 2, 1)]] * 3, latency_s=np.full((3, 3), 0.01), bytes_per_s=rate)
+    x, plain = np.ones((2, 3), dtype=np.int64), replace(problem, runtime=replace(problem.runtime, sum_trees=False))
+    floors, steps_s = [], []
+    for each in (problem, plain):
+        decoder = Decoder(each)
+        arguments = decoder.bank(Setting(1)), limits_of(decoder, 1), x, work_for(decoder.bank(Setting(1)), 2)
+        floors.append(floor_s(*arguments))
+        assert floors[-1] == pytest.approx(floor_s.py_func(*arguments), rel=1e-12)
+        plan = decoder.decode(Allocation(workers=x, micro_batch_size=1))
+        assert bool(plan.stages[0].trees) == each.runtime.sum_trees
+        steps_s.append(decoder.step_times(plan).step_s)
+    assert 0.5 * steps_s[0] < floors[0] <= steps_s[0] < floors[1] <= steps_s[1]
 
 
 def test_the_least_a_message_takes_is_the_fabric_where_nodes_have_several_devices():
