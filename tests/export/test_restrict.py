@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.plan import SumTree
 from polygon.export.deepspeed import RULES as DEEPSPEED
 from polygon.export.megatron import RULES as MEGATRON
 from polygon.export.restrict import Rules, find_uniform, losses
 from polygon.planning.checker import violations
+from tests.cost.test_step_times import far_problem, replicas
 from tests.exported_plans import DIMENSIONS, drawn, of_dimensions
 
 RULES = [Rules(), Rules(tensor=False, uneven_layers=False, gradient_packings=("none", "bf16"))]
@@ -87,3 +90,20 @@ def test_of_a_plan_with_speeds_of_its_own_the_degrees_are_kept(model, degrees):
     uniform = find_uniform(problem, other, tables, MEGATRON)
     assert not MEGATRON.express(problem, other) and violations(problem, uniform.plan, tables) == []
     assert uniform.step_s <= 1.05 * step_times(plan, tables).step_s
+
+
+def test_trees_that_regions_sum_over_are_lost():
+    """A slow pair of regions, which the plan spares: what the target's equal parts add, and no tree is left."""
+    bytes_per_s = np.full((3, 3), 1e8)
+    bytes_per_s[1, 2] = bytes_per_s[2, 1] = 1e6
+    problem = far_problem(3)
+    problem = replace(problem, cluster=replace(problem.cluster, bytes_per_s=bytes_per_s))
+    plain, tables = replicas(problem), CostTables(problem)
+    plan = replicas(problem, trees=(SumTree(part=1.0, root=0),))
+    uniform = find_uniform(problem, plan, tables, MEGATRON)
+    (lost,) = [
+        loss for loss in losses(problem, plan, tables, MEGATRON, uniform, "it") if loss.what.kind == "lost.trees"
+    ]
+    assert lost.cost_s > 1
+    assert lost.cost_s == pytest.approx(step_times(plain, tables).step_s - step_times(plan, tables).step_s)
+    assert not any(stage.trees for stage in uniform.plan.stages)
