@@ -28,6 +28,8 @@ from polygon.planning.checker import violations
 
 MOST_TREES = 2
 """Times as many as there are regions: those with the largest parts."""
+MOST_REGIONS = 16
+"""Of a stage for which trees are looked for: of more the program has thousands of rows."""
 LEAST_PART = 0.003
 """Of a gradient; smaller trees are left out."""
 ROUNDS = 40
@@ -44,8 +46,13 @@ ENOUGH = 1e-4
 
 
 def able_groups(plan: Plan, problem: Problem) -> list[int]:
-    """Groups of workers (`Plan.groups`) whose sums may go over trees."""
-    able = [sums_over_trees(problem, plan, s) for s in range(len(plan.stages))]
+    """Groups of workers (`Plan.groups`) whose sums may go over trees that are looked for."""
+    pools = problem.cluster.pools
+    able = [
+        len({pools[worker.pool].region for worker in stage.workers}) <= MOST_REGIONS
+        and sums_over_trees(problem, plan, s)
+        for s, stage in enumerate(plan.stages)
+    ]
     return [g for g in range(plan.groups) if all(able[g :: plan.groups])]
 
 
@@ -163,30 +170,27 @@ class _Costs:
     """Seconds per byte of a gradient that edges of a tree take of everything that carries some."""
 
     def __init__(self, k: int, links: np.ndarray, capacity: np.ndarray, egress: np.ndarray, cards: np.ndarray) -> None:
-        self.k = k
-        links, capacity = links.reshape(k, k), capacity.reshape(k, k)
-        # An edge of which a deals out: what goes from a to b and back, of links by themselves and together.
-        self._edge = np.zeros((2 * k * k + 2 * k, k, k))
-        for a in range(k):
-            for b in range(k):
-                if a != b:
-                    edge = self._edge[:, a, b]
-                    edge[a * k + b] = edge[b * k + a] = links[a, b]
-                    edge[k * k + a * k + b], edge[k * k + b * k + a] = capacity[a, b], capacity[b, a]
-                    edge[2 * k * k + a], edge[2 * k * k + b] = egress[a], egress[b]
-                    edge[2 * k * k + k + a], edge[2 * k * k + k + b] = cards[a], cards[b]
+        self.k, self._links, self._capacity = k, links.reshape(k, k), capacity.reshape(k, k)
+        self._ends = np.stack([egress, cards])
 
     def column(self, root: int, over: dict[int, int]) -> np.ndarray:
-        """Of a tree, with the parents of those that do not send to the root."""
-        found: np.ndarray = np.zeros(len(self._edge))
+        """Of a tree, with the parents of those that do not send to the root: links and what they share, by source and
+        target, then egress and cards."""
+        between, ends = np.zeros((2, self.k, self.k)), np.zeros_like(self._ends)
         for child in range(self.k):
             if child != root:
-                found += self._edge[:, child, over[child]] if child in over else self._edge[:, root, child]
-        return found
+                a, b = (child, over[child]) if child in over else (root, child)  # of both the first deals out
+                between[0, [a, b], [b, a]] += self._links[a, b]
+                between[1, [a, b], [b, a]] += self._capacity[[a, b], [b, a]]
+                ends[:, [a, b]] += self._ends[:, [a, b]]
+        return np.concatenate([between.ravel(), ends.ravel()])
 
     def of_edges(self, price: np.ndarray) -> np.ndarray:
         """What an edge costs at prices of everything, shape (regions, regions): the first of both deals out."""
-        found: np.ndarray = np.tensordot(price, self._edge, axes=1)
+        k = self.k
+        (links, capacity), ends = price[: 2 * k * k].reshape(2, k, k), price[2 * k * k :].reshape(2, k)
+        shared, ends = capacity * self._capacity, (ends * self._ends).sum(axis=0)
+        found: np.ndarray = self._links * (links + links.T) + shared + shared.T + ends[:, None] + ends[None, :]
         return found
 
 
