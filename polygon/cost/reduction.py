@@ -57,8 +57,14 @@ TREES_FAR = 1.2
 """Times the longest latency of a way over one region that trees take, which mostly spare the farthest ones relays: the
 mean of 36 drawn stages of three clusters."""
 
-TREE_MESSAGES = 1.5
-"""Times the messages of equal parts that trees have: two nodes exchange some at either level (1.3 to 1.8)."""
+TREE_REGIONS = 10
+"""Most regions of a stage for which trees are looked for (`polygon.planning.sum_trees`)."""
+TREE_NODES = 64
+"""Most nodes of a stage that the relaxation takes to sum over trees: of more their messages decide, of which it knows
+too little (searches of 10,240 devices ended 18 % later)."""
+TREE_MESSAGES = 3.0
+"""Times the messages of equal parts that it takes trees to have, twice what they do: where there are many, the plan has
+another price than the relaxation says."""
 
 dealt_turns = kernel(turns_of_region)
 """`turns_of_region` for kernels; first, so that all others are made anew when it changes (`polygon.jit.stamp`)."""
@@ -370,10 +376,11 @@ def across_of(
             far_s = max(far_s, room.comes[0, k] + room.goes[0, k])
             # The longer of both halves takes all its time, the other one layer's (`passed_on_s`).
             across_s = max(across_s, room.comes[2, k] + room.goes[1, k], room.comes[1, k] + room.goes[2, k])
-        if room.trees[0] and not room.ideal[0] and places == found:
-            messages_s = 0.0
-            for a in range(found if links.message_s > 0 else 0):
-                messages_s = max(messages_s, room.messages_s[a])
+        messages_s, nodes = 0.0, 0
+        for a in range(found):
+            nodes += room.leaders[a]
+            messages_s = max(messages_s, room.messages_s[a]) if links.message_s > 0 else 0.0
+        if room.trees[0] and not room.ideal[0] and places == found <= TREE_REGIONS and nodes <= TREE_NODES:
             trees_s = over_trees_s(part_bytes * places, places, all_rates, least_rate, messages_s, last)
             if TREES_FAR * far_s + trees_s < across_s:
                 return TREES_FAR * far_s + trees_s, TREES_FAR * far_s

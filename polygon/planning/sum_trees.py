@@ -20,6 +20,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.optimize import linprog
 
+from polygon.cost.reduction import TREE_REGIONS
 from polygon.cost.stage_reduction import region_standing
 from polygon.cost.step_times import StepTimes, stages_on_pairs, unpaced_times
 from polygon.cost.tables import CostTables
@@ -28,8 +29,6 @@ from polygon.planning.checker import violations
 
 MOST_TREES = 2
 """Times as many as there are regions: those with the largest parts."""
-MOST_REGIONS = 16
-"""Of a stage for which trees are looked for: of more the program has thousands of rows."""
 LEAST_PART = 0.003
 """Of a gradient; smaller trees are left out."""
 ROUNDS = 40
@@ -49,7 +48,7 @@ def able_groups(plan: Plan, problem: Problem) -> list[int]:
     """Groups of workers (`Plan.groups`) whose sums may go over trees that are looked for."""
     pools = problem.cluster.pools
     able = [
-        len({pools[worker.pool].region for worker in stage.workers}) <= MOST_REGIONS
+        len({pools[worker.pool].region for worker in stage.workers}) <= TREE_REGIONS
         and sums_over_trees(problem, plan, s)
         for s, stage in enumerate(plan.stages)
     ]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon.cost.reduction import TREE_REGIONS
 from polygon.cost.step_times import step_times
 from polygon.cost.sum_trees import ways_over
 from polygon.cost.tables import CostTables
@@ -16,7 +17,7 @@ from polygon.domain.plan import LinkUse
 from polygon.planning.checker import violations
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.search_engine import find_plan
-from polygon.planning.sum_trees import MOST_REGIONS, _quickest, able_groups, legal, with_quick_sums, with_trees
+from polygon.planning.sum_trees import _quickest, able_groups, legal, with_quick_sums, with_trees
 from tests.cost.test_step_times import far_problem, replicas
 from tests.cost.test_tree_prices import drawn_plan
 from tests.linked_regions import cluster_of
@@ -93,7 +94,7 @@ def test_trees_are_lost_with_packings_that_need_whole_gradients():
         assert legal(replace(plan, links=(use,)), problem).stages[0].trees == ()
 
 
-@pytest.mark.parametrize(("regions", "able"), [(2, []), (3, [0]), (MOST_REGIONS, [0]), (MOST_REGIONS + 1, [])])
+@pytest.mark.parametrize(("regions", "able"), [(2, []), (3, [0]), (TREE_REGIONS, [0]), (TREE_REGIONS + 1, [])])
 def test_trees_are_looked_for_between_three_regions_and_many(regions, able):
     """Of two there is nothing to choose, and of very many the search takes equal parts."""
     problem = far_problem(regions)
