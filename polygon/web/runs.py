@@ -108,6 +108,7 @@ class Follower:
     """What the ranks computed on, as the runner calls it."""
     ended: bool = False
     wanted: int | None = None
+    _rank: int | None = None
     _log: LogFollower | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -127,11 +128,15 @@ class Follower:
     def update(self) -> None:
         """Read what was written since."""
         with self._lock:
+            # Ranks begin at about the same time: a lower one's log may come after a higher one's was found.
+            ranks = range(self.plan.world_size if self._rank is None else self._rank)
+            lower = next((rank for rank in ranks if rank_log(self.place.path, rank).is_file()), None)
+            if lower is not None:
+                self._rank, self._log = lower, LogFollower(rank_log(self.place.path, lower), events=False)
+                for column in (self.steps, self.seconds, self.losses):
+                    del column[:]
             if self._log is None:
-                here = next((r for r in range(self.plan.world_size) if rank_log(self.place.path, r).is_file()), None)
-                if here is None:
-                    return
-                self._log = LogFollower(rank_log(self.place.path, here), events=False)
+                return
             for line in self._log.new():
                 self._take(line, self._log)
 

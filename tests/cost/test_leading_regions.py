@@ -117,7 +117,7 @@ def test_no_regions_compute_more_than_their_bound(n, seed, rounds, hidden_s):
     none = np.zeros((n, n))
     links = Links(
         latency_s=latency_s, slowness=slowness, shared=none, egress=np.zeros(n), nodes=np.ones(n, dtype=np.int64),
-        hop=Hop(0.0, 1.0, 0.0),
+        hop=Hop(0.0, 1.0, 0.0), trees=False,
     )  # fmt: skip
     sets = summing_sets(links, whole=rounds == 1)
     capacity, ends_s = rng.uniform(1, 5, n), rng.uniform(0.1, 3, n) + hidden_s

@@ -199,3 +199,20 @@ def test_users_see_their_own_runs(tmp_path):
         assert server.request("DELETE", "/api/v1/runs/mine", None, ann)[0] == 204
     finally:
         server.stop()
+
+
+def test_a_lower_ranks_log_that_comes_later_is_followed_instead(tmp_path):
+    """Ranks begin at about the same time: steps are the lowest one's, whoever has written first."""
+    folder = tmp_path / "lab"
+    folder.mkdir()
+    write_plan(folder / "plan.json", *planned())
+    runs = Runs(tmp_path / "runs", tmp_path / "deployments", (folder,))
+    (folder / "rank-1.jsonl").write_text(run_lines(4, seconds=7))
+    run = runs.get("lab")
+    assert list(run.steps) == [0, 1, 2, 3] and run.points()[0][1] == 7
+    (folder / "rank-0.jsonl").write_text(run_lines(2, seconds=3, end=False))
+    run.update()
+    assert list(run.steps) == [0, 1] and run.points()[0][1] == 3 and not run.ended
+    (folder / "rank-1.jsonl").write_text(run_lines(4, seconds=9))
+    run.update()
+    assert list(run.steps) == [0, 1]
