@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.optimize import linprog
 
-from polygon.cost.reduction import TREE_REGIONS
+from polygon.cost.reduction import TREE_NODES, TREE_REGIONS
 from polygon.cost.stage_reduction import region_standing
 from polygon.cost.step_times import StepTimes, stages_on_pairs, unpaced_times
 from polygon.cost.tables import CostTables
@@ -78,7 +78,7 @@ def with_trees(plan: Plan, tables: CostTables, value_of: Callable[[Plan], float]
 
 
 def with_quick_sums(plan: Plan, tables: CostTables, times: StepTimes) -> Plan:
-    """The plan with trees for those sums that take much of its step, by what they take alone.
+    """The plan with trees for those sums that take much of its step, by what they take alone, and have few nodes.
 
     Parameters
     ----------
@@ -89,8 +89,9 @@ def with_quick_sums(plan: Plan, tables: CostTables, times: StepTimes) -> Plan:
     shares = np.bincount(schedule.routes.ravel(), minlength=len(schedule.forward_s))
     busiest_s = float((shares * (schedule.forward_s + schedule.backward_s)).max())
     for group in able_groups(plan, tables.problem):
-        least = _seen_s(times, group)
-        for dearness in DEARNESS if least > VISIBLE * busiest_s else ():
+        least, mine = _seen_s(times, group), times.place.node[times.place.members(group)]
+        some = least > VISIBLE * busiest_s and len(np.unique(mine)) <= TREE_NODES
+        for dearness in DEARNESS if some else ():
             draft = drafted(plan, tables, [group], dearness)
             found = least if draft is plan else _seen_s(unpaced_times(draft, tables), group)
             if found < (1 - GAIN) * least:
