@@ -54,17 +54,17 @@ TREE_HOPS = 4
 """Links one behind the other on the longest ways over trees: two up to the root and two down."""
 
 TREES_FAR = 1.2
-"""Times the longest latency of a way over one region that trees take, which mostly spare the farthest ones relays: the
-mean of 36 drawn stages of three clusters."""
+"""Times the longest latency of a way over one region that trees are taken to have: 1.09 in the mean of 60 drawn stages,
+and up to 1.8 (benchmarks/tree_sums.py)."""
 
 TREE_REGIONS = 10
 """Most regions of a stage for which trees are looked for (`polygon.planning.sum_trees`)."""
 TREE_NODES = 64
-"""Most nodes of a stage that the relaxation takes to sum over trees: of more their messages decide, of which it knows
-too little (searches of 10,240 devices ended 18 % later)."""
+"""Most nodes of a stage that the search takes to sum over trees. A judgement: without it searches of 10,240 devices
+ended 18 % later, though sums are not taken for too quick there (benchmarks/tree_sums.py huge-10240-drawn)."""
 TREE_MESSAGES = 3.0
-"""Times the messages of equal parts that it takes trees to have, twice what they do: where there are many, the plan has
-another price than the relaxation says."""
+"""Times the messages of equal parts that the relaxation takes trees to have: twice the most of any drawn stage. A
+judgement, too: with 1.5 the plan found for 1,024 devices took 2 % longer."""
 
 dealt_turns = kernel(turns_of_region)
 """`turns_of_region` for kernels; first, so that all others are made anew when it changes (`polygon.jit.stamp`)."""
@@ -393,18 +393,29 @@ def over_trees_s(
 ) -> float:
     """Seconds of a sum over the trees that let most pass, latencies apart, if all links of a way are as busy.
 
-    Every tree has an edge at each region, and one fewer than regions in all; what these say is mostly reached, as no
-    group of regions has links to the others much slower than the slowest region's (Nash-Williams 1961, Tutte 1961).
+    What `least_over_trees_s` says, whose parameters are the same, is mostly reached, as no group of regions has links
+    to the others much slower than the slowest region's.
+
+    Parameters
+    ----------
+    messages_s : float
+        In which a leader sends and receives its messages where every region adds up an equal part.
+    """
+    busy_s = max(least_over_trees_s(wire_bytes, places, all_rates, least_rate), TREE_MESSAGES * messages_s)
+    return (1 + (TREE_HOPS - 1) * last) * busy_s
+
+
+@kernel
+def least_over_trees_s(wire_bytes: float, places: int, all_rates: float, least_rate: float) -> float:
+    """Least seconds in which links pass a sum over any trees: every tree has an edge at each region, and one fewer than
+    regions in all (Nash-Williams 1961, Tutte 1961).
 
     Parameters
     ----------
     all_rates, least_rate : float
         Bytes/s of all ways from region to region, and of those from the one that has least.
-    messages_s : float
-        In which a leader sends and receives its messages where every region adds up an equal part.
     """
-    busy_s = max(wire_bytes / least_rate, 2 * (places - 1) * wire_bytes / all_rates, TREE_MESSAGES * messages_s)
-    return (1 + (TREE_HOPS - 1) * last) * busy_s
+    return max(wire_bytes / least_rate, 2 * (places - 1) * wire_bytes / all_rates)
 
 
 @kernel

@@ -187,7 +187,7 @@ def tree_times(
         busy_s = wire_bytes * (ways.dealt * at.pair + (ways.dealt * at.pair).T) / at.bytes_per_s
         busy_s = np.maximum(busy_s, wire_bytes * ways.parts / at.capacity)
     cards_s = wire_bytes * ways.sent / at.cards
-    sent_s = np.maximum(cards_s, message_s * _messages(ways, at.leaders, at.turns))
+    sent_s = np.maximum(cards_s, message_s * messages_in_sum(ways, at.leaders, at.turns))
     leaves_s = np.maximum(sent_s, wire_bytes * ways.sent / at.egress)
     busy_s = np.where(used, np.maximum(busy_s, np.maximum(leaves_s[:, None], sent_s[None, :])), 0.0)
     latency_s = np.where(used, at.latency_s, 0.0)
@@ -209,7 +209,7 @@ def tree_times(
     )
 
 
-def _messages(ways: Ways, leaders: np.ndarray, turns: np.ndarray) -> np.ndarray:
+def messages_in_sum(ways: Ways, leaders: np.ndarray, turns: np.ndarray) -> np.ndarray:
     """Messages that a node of each region sends and receives in one sum (`polygon.cost.reduction.messages_of_leader`);
     what two exchange at one level of several trees is in the same."""
     nodes, others = leaders[:, None].astype(float), leaders[None, :].astype(float)

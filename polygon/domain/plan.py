@@ -146,16 +146,11 @@ def sums_over_trees(problem: Problem, plan: Plan, stage: int) -> bool:
     """Whether the regions of a stage may sum its gradients over trees: three or more of them that add up what they
     have before any of it leaves, all numbers of it, in a program that does so."""
     of, pools = plan.stages[stage], problem.cluster.pools
+    if not problem.runtime.sum_trees or plan.reduction != "all-reduce" or of.ep > 1:
+        return False
     inside = {pools[worker.pool].region for worker in of.workers if 0 <= worker.pool < len(pools)}
     packings = {u.weight_gradients for u in plan.links if u.source in inside and u.target in inside}
-    return (
-        problem.runtime.sum_trees
-        and len(inside) > 2
-        and plan.reduction == "all-reduce"
-        and of.ep == 1
-        and "powersgd" not in packings
-        and not inside & plan.packed_inside
-    )
+    return len(inside) > 2 and "powersgd" not in packings and not inside & plan.packed_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.convergence import allowed
-from polygon.cost.reduction import LevelsRoom, least_part, least_sum_s, levels_s
+from polygon.cost.reduction import LevelsRoom, least_over_trees_s, least_part, least_sum_s, levels_s
 from polygon.cost.transfers import LinkArrays, boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import general, kernel
@@ -128,7 +128,7 @@ def all_busy(bank: Bank, stages: Stages, n: int, seconds: np.ndarray) -> bool:
 
 
 @kernel
-def least_over_trees_s(
+def _least_across_s(
     count: int, pools: np.ndarray, wire_bytes: float, links: LinkArrays, room: LevelsRoom
 ) -> tuple[float, float]:
     """Least seconds of a sum between regions over any trees, and of its latency; inf where there are not three regions.
@@ -168,7 +168,7 @@ def least_over_trees_s(
         each, total = min(each, sends), total + sends
     if each <= 0:
         return np.inf, way_s
-    return max(way_s, near_s + wire_bytes * max(1 / each, 2 * (found - 1) / total)), way_s
+    return max(way_s, near_s + least_over_trees_s(wire_bytes, found, total, each)), way_s
 
 
 @kernel
@@ -221,7 +221,7 @@ def reduction_floor_s(
     )
     room.ideal[0] = False
     if trees:
-        over_s, way_s = least_over_trees_s(used, pools, wire, bank.links, room)
+        over_s, way_s = _least_across_s(used, pools, wire, bank.links, room)
         across_s, far_s = min(across_s, over_s), min(far_s, way_s)
     inside_s, total, card, latency_s = 0.0, 0, 0.0, np.inf
     for i in range(used):

@@ -238,6 +238,11 @@ def _chunks(plan: Plan) -> list[Violation]:
         for s, stage in enumerate(stages)
         if stage.workers != stages[s % groups].workers
     ]
+    found += [
+        Violation("plan.chunk_trees", stage=s, first=s % groups)
+        for s, stage in enumerate(stages)
+        if stage.trees != stages[s % groups].trees
+    ]
     uses = Counter(d for stage in stages[:groups] for worker in stage.workers for d in worker.devices)
     return found + [Violation("plan.device_twice", device=d, times=count) for d, count in uses.items() if count > 1]
 

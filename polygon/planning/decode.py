@@ -278,7 +278,6 @@ class Decoder:
 
     def _settled(self, plan: Plan, may: Allowed) -> Plan:
         def fitting(candidate: Plan) -> Plan | None:
-            candidate = legal(candidate, self.problem)
             # Packing owes what it drops, and where nodes send one another packed gradients ZeRO divides inside them
             # alone: both take memory.
             packs = candidate.links != plan.links and any(use.weight_gradients != "none" for use in candidate.links)
@@ -288,10 +287,10 @@ class Decoder:
             return None if paced is None else paced[0]
 
         def value(candidate: Plan) -> float:
-            fits = fitting(candidate)
+            fits = fitting(legal(candidate, self.problem))
             return math.inf if fits is None else self.plan_value(fits)
 
-        found = settled(self.tables, plan, may, value)
+        found = legal(settled(self.tables, plan, may, value), self.problem)
         return self._with_local_steps(replace(fitting(found) or found, local_steps=1), may)
 
     def _decode(

@@ -33,6 +33,8 @@ LEAST_PART = 0.003
 """Of a gradient; smaller trees are left out."""
 ROUNDS = 40
 """In which trees are added at most."""
+EQUAL = 0.0
+"""In place of one of `DEARNESS`: no trees, every region adds up an equal part."""
 DEARNESS = (math.inf, 4.0, 2.0, 1.0)
 """Times that what goes over a relay counts: inf without relays, 1 for most that passes; between these fewer links lie
 one behind the other."""
@@ -48,8 +50,8 @@ def able_groups(plan: Plan, problem: Problem) -> list[int]:
     """Groups of workers (`Plan.groups`) whose sums may go over trees that are looked for."""
     pools = problem.cluster.pools
     able = [
-        len({pools[worker.pool].region for worker in stage.workers}) <= TREE_REGIONS
-        and sums_over_trees(problem, plan, s)
+        sums_over_trees(problem, plan, s)
+        and len({pools[worker.pool].region for worker in stage.workers}) <= TREE_REGIONS
         for s, stage in enumerate(plan.stages)
     ]
     return [g for g in range(plan.groups) if all(able[g :: plan.groups])]
@@ -69,7 +71,7 @@ def with_trees(plan: Plan, tables: CostTables, value_of: Callable[[Plan], float]
     groups = able_groups(plan, tables.problem)
     value = value_of(plan) if groups else 0.0
     for some in [groups, *([group] for group in groups if len(groups) > 1)]:
-        for dearness in DEARNESS if some else ():
+        for dearness in (EQUAL, *DEARNESS) if some else ():
             draft = drafted(plan, tables, some, dearness)
             found = value if draft is plan else value_of(draft)
             if found < value - GAIN * abs(value) and not violations(tables.problem, draft, tables):
@@ -106,15 +108,17 @@ def _seen_s(times: StepTimes, group: int) -> float:
 
 
 def drafted(plan: Plan, tables: CostTables, groups: Sequence[int], dearness: float) -> Plan:
-    """The plan with the quickest trees of some groups, where what goes over a relay counts so many times; itself where
-    it has these."""
+    """The plan with the quickest trees of some groups, where what goes over a relay counts as `DEARNESS` says, or with
+    none (`EQUAL`; also where regions are not all linked); itself where it has these."""
     links, place = tables.links, tables.placement(plan)
     together, stages = stages_on_pairs(plan, place, len(links.cluster.regions)).astype(float), list(plan.stages)
     for group in groups:
         regions = tuple(np.unique(place.region[place.members(group)]).tolist())
         at = region_standing(place, group, links, together, tables.problem.runtime)
-        seconds = at.pair / at.bytes_per_s, 1 / at.capacity, 1 / at.egress, 1 / at.cards
-        trees = _quickest(regions, dearness, *(array.tobytes() for array in seconds))
+        trees: tuple[SumTree, ...] = ()
+        if dearness != EQUAL and (at.bytes_per_s > 0).all():
+            seconds = at.pair / at.bytes_per_s, 1 / at.capacity, 1 / at.egress, 1 / at.cards
+            trees = _quickest(regions, dearness, *(array.tobytes() for array in seconds))
         for s in range(group, len(stages), plan.groups):
             stages[s] = replace(stages[s], trees=trees)
     return plan if stages == [*plan.stages] else replace(plan, stages=tuple(stages))

@@ -89,6 +89,15 @@ def chunked(last: tuple[Worker, ...] = BACK.workers, chunks: int = 2) -> Plan:
     return plan_of(*stages, chunks=chunks)
 
 
+def chunked_far() -> Plan:
+    """Two chunks on each of two groups of workers in three regions."""
+    held = ([(0, 0), (8, 1), (16, 2)], [(1, 0), (9, 1), (17, 2)])
+    groups = [tuple(Worker(pool=pool, devices=(d,)) for d, pool in of) for of in held]
+    stages = [Stage(first_layer=s, last_layer=s + 1, workers=groups[s % 2]) for s in range(4)]
+    stages[-1] = replace(stages[-1], last_layer=LAYERS)
+    return plan_of(*stages, chunks=2)
+
+
 def linked(**changed) -> Plan:
     return replace(SOUND, links=(LinkUse(source=0, target=1, **changed),))
 
@@ -137,6 +146,11 @@ BROKEN = {
         ),
         {},
         {"chunks": 2},
+    ),
+    "plan.chunk_trees": (
+        replace(chunked_far(), stages=(*chunked_far().stages[:3], replace(chunked_far().stages[3], trees=(STAR,)))),
+        THREE,
+        {"stage": 3, "first": 1},
     ),
     "plan.chunk_workers": (chunked(workers(4, 5)), {}, {"stage": 3, "first": 1, "chunks": 2}),
     "plan.last_layer": (plan_of(FRONT, replace(BACK, last_layer=LAYERS - 1)), {}, {"last": LAYERS - 1}),

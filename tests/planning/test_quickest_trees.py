@@ -13,11 +13,11 @@ from polygon.cost.step_times import step_times
 from polygon.cost.sum_trees import ways_over
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
-from polygon.domain.plan import LinkUse
+from polygon.domain.plan import LinkUse, SumTree
 from polygon.planning.checker import violations
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.search_engine import find_plan
-from polygon.planning.sum_trees import _quickest, able_groups, legal, with_quick_sums, with_trees
+from polygon.planning.sum_trees import _quickest, able_groups, drafted, legal, with_quick_sums, with_trees
 from tests.cost.test_step_times import far_problem, replicas
 from tests.cost.test_tree_prices import drawn_plan
 from tests.linked_regions import cluster_of
@@ -92,6 +92,25 @@ def test_trees_are_lost_with_packings_that_need_whole_gradients():
     for use in (LinkUse(source=0, target=1, weight_gradients="powersgd"),
                 LinkUse(source=2, target=2, weight_gradients="int8")):  # fmt: skip
         assert legal(replace(plan, links=(use,)), problem).stages[0].trees == ()
+
+
+def test_trees_that_do_not_pay_are_taken_away():
+    """All over one region on equal links: equal parts are sooner, and nothing is left."""
+    problem = far_problem(4)
+    plan, tables = replicas(problem, trees=(SumTree(part=1.0, root=3),)), CostTables(problem)
+    found = with_trees(plan, tables, lambda of: step_times(of, tables).step_s)
+    assert step_times(found, tables).step_s < 0.8 * step_times(plan, tables).step_s
+    assert found.stages[0].trees == ()
+
+
+def test_there_are_no_trees_of_regions_that_are_not_all_linked():
+    """Such a stage breaks a rule by itself; nothing is drafted for it."""
+    bytes_per_s = np.full((3, 3), 1e8)
+    bytes_per_s[0, 2] = 0.0
+    problem = far_problem(3)
+    problem = replace(problem, cluster=replace(problem.cluster, bytes_per_s=bytes_per_s))
+    plan = replicas(problem)
+    assert drafted(plan, CostTables(problem), [0], 1.0) is plan
 
 
 @pytest.mark.parametrize(("regions", "able"), [(2, []), (3, [0]), (TREE_REGIONS, [0]), (TREE_REGIONS + 1, [])])
