@@ -1,15 +1,16 @@
 """A time that the plan of an allocation cannot beat, whatever decode makes of routes, windows, packing and local steps.
 
-The layer split and the memory options of an allocation do not depend on these (`polygon.planning.layer_split`). So for
-every stage: its first micro-batch has passed the stages before, its workers end no sooner than whole shares allow, and
-then the last one goes back through the stages before, or gradients are reduced, whatever takes longer. Where it is
-certain that no worker is left without a micro-batch (such a worker is dropped), the reduction is at least that between
-the fewest nodes that can hold the stage's workers, and all regions agree on the gradient's norm where not every worker
-has the whole gradient.
+The layer split and the memory options of an allocation (`polygon.planning.layer_split`) depend on what packings owe
+alone: the floor is the least over all levels of parity that decode tries (`Decoder.banks`). For every stage: its first
+micro-batch has passed the stages before, its workers end no sooner than whole shares allow, and then the last one goes
+back through the stages before, or gradients are reduced, whatever takes longer. Where it is certain that no worker is
+left without a micro-batch (such a worker is dropped), the reduction is at least that between the fewest nodes that can
+hold the stage's workers, and all regions agree on the gradient's norm where not every worker has the whole gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from polygon.planning.fluid import FIRST, SECOND, THIRD, FluidWork, fluid_step_s
 from polygon.planning.layer_split import gradient_bytes, part_at_end, passing_s, whole_makespan_s
 from polygon.planning.link_compression import pays_inside
 from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank
-from polygon.planning.stage_lists import Stages
+from polygon.planning.stage_lists import Stages, gather_stages
 
 SLACK = 1e-5
 """Relative precision of `whole_makespan_s`, and more."""
@@ -223,18 +224,24 @@ def reduction_floor_s(
     if trees:
         over_s, way_s = _least_across_s(used, pools, wire, bank.links, room)
         across_s, far_s = min(across_s, over_s), min(far_s, way_s)
-    inside_s, total, card, latency_s = 0.0, 0, 0.0, np.inf
+    inside_s, card, latency_s = 0.0, 0.0, np.inf
+    nodes, several, apart, packed = 0, 0, 0, np.inf
     for i in range(used):
         inside_s = max(inside_s, limits.inside * least_sum_s(n_bytes, fewest[i], pools[i], bank.links))
-        total += fewest[i]
         card = max(card, bank.links.card_bytes_per_s[pools[i]])
         for k in range(used):
             if i != k or most[i] > 1:
                 latency_s = min(latency_s, bank.links.latency_s[pools[i], pools[k]])
-    if limits.packs_inside and total > 1:
-        # All nodes send one another packed parts, each over its card.
+        nodes, several = nodes + fewest[i], several + most[i]
+        if i + 1 == used or bank.links.region[pools[i + 1]] != bank.links.region[pools[i]]:
+            apart, packed = apart + 1, min(packed, max(nodes, 2) if several > 1 else np.inf)
+            nodes, several = 0, 0
+    if limits.packs_inside and packed < np.inf:
+        # In some region all nodes, in others their leaders, send one another packed parts over their cards, at once.
+        total = packed + apart - 1
         packed_s = latency_s + 2 * (total - 1) / total * wire / card
-        inside_s, across_s, far_s = min(inside_s, packed_s), min(across_s, packed_s), min(far_s, latency_s)
+        across_s, far_s = min(across_s, packed_s), min(far_s, latency_s)
+        inside_s = min(inside_s, packed_s - across_s)
     return inside_s, across_s, far_s
 
 
@@ -277,20 +284,26 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork) -> float
 @general
 def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut: int) -> float:
     """`floor_s` for one cut of the layers."""
-    n, layers = x.shape[0], bank.parameters.shape[1] - 1
-    bounds, options = np.zeros(n + 1, dtype=np.int64), np.zeros((3, n), dtype=np.int64)
+    rows, layers = x.shape[0], bank.parameters.shape[1] - 1
+    bounds, options = np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64)
     value, _ = fluid_step_s(bank, x, bounds, options, np.zeros(3, dtype=np.int64), work, cut)
     if not np.isfinite(value):
         return np.inf
     stages = work.stages
+    n = gather_stages(x, stages, bank.cp)  # of what was tried last some may have been left out
     classes, counts, members = stages.classes, stages.counts, stages.members
     forward, backward = np.zeros(x.shape), np.zeros(x.shape)
     for s in range(n):
         r, blocks = options[RECOMPUTED, s], options[BLOCKS, s]
         for i in range(members[s]):
-            forward[s, i], backward[s, i] = passing_s(bank, classes[s, i], r, blocks, bounds[s], bounds[s + 1])
+            c = classes[s, i]
+            forward[s, i], backward[s, i] = passing_s(bank, c, r, blocks, bounds[s], bounds[s + 1])
+            if options[ZERO, s] == 3:
+                backward[s, i] -= bank.accumulation_s[c, bounds[s + 1]] - bank.accumulation_s[c, bounds[s]]
     seconds = forward + backward
     busy = all_busy(bank, stages, n, seconds)
+    for s in range(n):  # traffic of a micro-batch's own, of which others have more, is no part of these seconds
+        busy = busy and (options[ZERO, s] < 2 or (options[ZERO, s] == 2 and not bank.overlap.scatters))
     agree = 0.0
     everywhere = n == 1 and options[ZERO, 0] < 2
     for i in range(members[0]):
@@ -358,6 +371,22 @@ def _floors_s(bank: Bank, limits: Limits, xs: np.ndarray, out: np.ndarray, work:
         out[k] = floor_s(bank, limits, xs[k].astype(np.int64), work)
 
 
-def floors_s(bank: Bank, limits: Limits, xs: np.ndarray, out: np.ndarray) -> None:
-    """`floor_s` of many allocations of equally many stages, shape (allocations, stages, classes); fills `out`."""
-    _floors_s(bank, limits, xs, out, work_for(bank, xs.shape[1]))
+def floors_s(banks: Sequence[Bank], limits: Limits, xs: np.ndarray) -> np.ndarray:
+    """`floor_s` of many allocations, each the least of what it is in several banks.
+
+    Parameters
+    ----------
+    banks
+        Of `Decoder.banks`: what a packing owes decides how layers are cut and recomputed, and decode takes the best.
+    xs : ndarray of integers, shape (allocations, stages, classes)
+        Without empty rows.
+
+    Returns
+    -------
+    ndarray, shape (allocations,)
+    """
+    least, out = np.full(len(xs), np.inf), np.empty(len(xs))
+    for bank in banks:
+        _floors_s(bank, limits, xs, out, work_for(bank, xs.shape[1]))
+        np.minimum(least, out, out=least)
+    return least

@@ -170,6 +170,10 @@ class Decoder:
             found = self._banks[setting] = self._bank(setting, self.may)
         return found
 
+    def banks(self, setting: Setting) -> list[Bank]:
+        """As `bank`, for all packings that `decode` tries: those of every level of parity, the problem's own last."""
+        return [self._bank(setting, may) for may in self._chain]
+
     def warm_up(self) -> None:
         """Have the kernels compiled (or loaded), so that time limits count searching alone."""
         x = np.zeros((1, len(self.classes)), dtype=np.int64)

@@ -80,8 +80,7 @@ class AllAllocations(Candidates):
             for block in space.solution_blocks():
                 xs = block.astype(np.int16)
                 for setting in self.settings:
-                    out = np.empty(len(xs))
-                    floors_s(self.decoder.bank(setting), limits[setting], xs, out)
+                    out = floors_s(self.decoder.banks(setting), limits[setting], xs)
                     every.append(xs[np.isfinite(out)])
                     floors.append(out[np.isfinite(out)])
                     settings.append(setting)

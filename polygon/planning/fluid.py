@@ -270,16 +270,22 @@ def fluid_step_s(
                 return np.inf, NO_STAGE  # experts are spread over devices of one pool and degree
         if _width(stages, s) > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
-    owes, makespan = _find_owed(bank, work, n), np.inf
-    for _ in range(2 if owes else 1):
+    makespan = np.inf
+    for _ in range(2 if stages.outer_bytes[0] > 0 else 1):  # without local steps where their optimizer has no room
+        owes = makespan == np.inf and _find_owed(bank, work, n)
+        for _ in range(2 if owes else 1):
+            if makespan == np.inf:
+                _hold_windows(bank, stages, n)
+                makespan = split_layers(bank, stages, n, work.trial, bounds, options, 0.0, np.inf, work.no_cap)
+            if makespan == np.inf and owes:
+                stages.plain[0] = True
+                for s in range(n):
+                    for k in range(stages.kind_members[s]):
+                        stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = 0.0, 0.0
+                    take_turn(stages, s)
         if makespan == np.inf:
-            _hold_windows(bank, stages, n)
-            makespan = split_layers(bank, stages, n, work.trial, bounds, options, 0.0, np.inf, work.no_cap)
-        if makespan == np.inf and owes:
-            stages.plain[0] = True
+            stages.outer_bytes[0] = 0.0
             for s in range(n):
-                for k in range(stages.kind_members[s]):
-                    stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = 0.0, 0.0
                 take_turn(stages, s)
     if makespan == np.inf:
         return np.inf, NO_MEMORY
