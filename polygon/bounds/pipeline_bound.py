@@ -46,8 +46,9 @@ def constant(capacity: float) -> Callable[[float], float]:
     return lambda _: capacity
 
 
-OfSets = Callable[[RegionSets, float, float], float]
-"""Least time over some sets of regions together, given which is known and which is too little (`_waiting_s`)."""
+OfSets = Callable[[RegionSets, float, float, float], float]
+"""Least time over some sets of regions together, given which is known, which is too little, and how precisely
+(`_waiting_s`)."""
 NOWHERE = Tier(0.0, np.inf, 0.0, 0.0)
 """A tier without any room."""
 
@@ -165,6 +166,7 @@ class PipelineBound:
         lanes: bool = True,
         rest: float = 0.0,
         above_s: float = 0.0,
+        tolerance: float = TOLERANCE,
     ) -> float:
         """Least time in which a pipeline can end, if it is less than `known_s` (else that).
 
@@ -182,6 +184,8 @@ class PipelineBound:
             Work that is not the pipeline's, and is not in the capacity.
         above_s : float
             Less is of no use.
+        tolerance : float
+            Relative precision; inf to be told no more than whether it is less than `known_s`.
         """
         ends = partial(self._ends, capacity=capacity, most_stages=most_stages, further=further, lanes=lanes, rest=rest)
         pipeline, levels = only or self.pipeline, self.tied_levels if most_stages > 1 else self.tied_levels[:1]
@@ -190,7 +194,7 @@ class PipelineBound:
             return known_s
         for tied_s, most in levels:
             own = pipeline._replace(tied_s=tied_s, tied_capacity=most)
-            known_s = self._first_s(partial(ends, own), known_s, above_s)
+            known_s = self._first_s(partial(ends, own), known_s, above_s, tolerance)
         return known_s
 
     def _ends(
@@ -215,18 +219,18 @@ class PipelineBound:
             return True
         return bool(lanes_end(pipeline, time_s, most_stages, limit))
 
-    def _first_s(self, ends: Callable[[float], bool], known_s: float, above_s: float) -> float:
+    def _first_s(self, ends: Callable[[float], bool], known_s: float, above_s: float, tolerance: float) -> float:
         """First time, `above_s` at least, at which something ends, if it is less than `known_s` (else that)."""
         low_s = max(self.size.path_s, self.size.compute_s, above_s)
         if low_s >= known_s or not ends(known_s if np.isfinite(known_s) else 1e6 * low_s):
             return known_s
-        if ends(low_s):
+        if tolerance == np.inf or ends(low_s):
             return low_s
         high_s = 2 * low_s
         while high_s < known_s and not ends(high_s):
             low_s, high_s = high_s, 2 * high_s
         high_s = min(high_s, known_s)
-        while high_s - low_s > TOLERANCE * low_s:
+        while high_s - low_s > tolerance * low_s:
             middle_s = 0.5 * (low_s + high_s)
             if ends(middle_s):
                 high_s = middle_s
@@ -275,12 +279,13 @@ class PipelineBound:
             return float(((self.size.work + some.away) / some.capacity + some.waits_s).min())
 
         for some in sorted(parts, key=computing_s):
-            if computing_s(some) < known_s and (found_s := least_s(some, known_s, above_s)) < known_s:
-                halves = some.halves(same_s)
+            halves = some.halves(same_s)
+            precisely = np.inf if halves else TOLERANCE
+            if computing_s(some) < known_s and (found_s := least_s(some, known_s, above_s, precisely)) < known_s:
                 known_s = self._of_parts(halves, same_s, least_s, known_s, found_s) if halves else found_s
         return known_s
 
-    def apart_s(self, sets: RegionSets, known_s: float, above_s: float) -> float:
+    def apart_s(self, sets: RegionSets, known_s: float, above_s: float, tolerance: float) -> float:
         """Least time of a plan on one of some sets of regions; `known_s` if that is less.
 
         What all wait is taken off the time. A stage's own sum goes on while they wait, but for the first stage's, whose
@@ -294,13 +299,15 @@ class PipelineBound:
             tier_s[:, 0, :, : self.inside] = np.inf
             tier_s[:, 0, :, self.inside :] = self.near_s[:, 0, :, self.inside :]
             whole_s[:, 0, :, self.inside :] = self.rest_s[:, 0, :, self.inside :]
-        return self._waiting_s(sets, known_s, above_s, self.pipeline._replace(tier_s=tier_s, whole_s=whole_s))
+        pipeline = self.pipeline._replace(tier_s=tier_s, whole_s=whole_s)
+        return self._waiting_s(sets, known_s, above_s, tolerance, pipeline)
 
     def _waiting_s(
         self,
         sets: RegionSets,
         known_s: float,
         above_s: float,
+        tolerance: float,
         pipeline: Pipeline,
         *,
         part: Pipeline | None = None,
@@ -319,7 +326,7 @@ class PipelineBound:
         ----------
         part : Pipeline, optional
             What counts where parts of micro-batches are allowed, in which `rest` is not.
-        most_stages, further, lanes
+        most_stages, further, lanes, tolerance
             See `least_s`.
         rest : float
             Work beside the pipeline's.
@@ -327,7 +334,14 @@ class PipelineBound:
         if self.traffic_s >= known_s:
             return known_s
         waits_s, most = float(sets.waits_s.min()), float(sets.capacity.max())
-        least = partial(self.least_s, most_stages=most_stages, further=further, lanes=lanes, above_s=above_s - waits_s)
+        least = partial(
+            self.least_s,
+            most_stages=most_stages,
+            further=further,
+            lanes=lanes,
+            above_s=above_s - waits_s,
+            tolerance=tolerance,
+        )
         least_s = least(constant(most), known_s - waits_s, only=pipeline)
         if least_s + waits_s < known_s and (sets.away.any() or rest > 0):
             # The quickest message is that which links between regions are held against.
@@ -447,13 +461,14 @@ def _in_groups_s(
     sets: RegionSets,
     known_s: float,
     above_s: float,
+    tolerance: float,
 ) -> float:
     """Least time of an interleaved plan on some sets of regions, whose sums begin while the first group's is on its
     way."""
     first_s = float(sets.first_s.max())
     tier_s, whole_s = np.maximum(pipeline.tier_s - first_s, 0.0), pipeline.whole_s - first_s
     own, own_part = (of._replace(tier_s=tier_s, whole_s=whole_s) for of in (pipeline, part))
-    return least_s(sets, known_s, above_s, own, part=own_part)
+    return least_s(sets, known_s, above_s, tolerance, own, part=own_part)
 
 
 def _of_groups(of_layers: np.ndarray, run: slice, axis: int) -> np.ndarray:

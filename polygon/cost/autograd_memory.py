@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from polygon.cost.memory import ROUTED_COPIES, LayerMemory, layer_memory
 from polygon.domain.block import Block, shares_heads
 from polygon.domain.model import Batch, Model
@@ -137,18 +139,19 @@ def autograd_memory(model: Model, batch: Batch, way: Way) -> LayerMemory:
     )  # fmt: skip
     tokens, e = way.micro_batch * batch.seq_len / way.cp, batch.element_bytes
     kept, passing = usual.activation_bytes.copy(), usual.transient_bytes.copy()
-    found: dict[Block, tuple[float, float]] = {}
-    for layer in range(1, model.layers - 1):
-        block = model.block(layer)
-        of_block = found.get(block) or found.setdefault(block, _block(block, way, e))
-        kept[layer], passing[layer] = tokens * of_block[0], tokens * of_block[1]
+    kinds = np.array(model.layer_kinds())
+    for kind in dict.fromkeys(kinds[1:-1].tolist()):
+        alike = kinds == kind
+        block = model.block(int(alike.argmax()))
+        of_block = _block(block, way, e)
+        kept[alike], passing[alike] = tokens * of_block[0], tokens * of_block[1]
         whole = way.tp == 1 or way.whole_experts  # else they run one after another
         if way.grouped_experts and block.experts and whole and not block.linear_bias:
             here = block.experts / way.ep / way.tp
-            passing[layer] += e * here * block.expert_ffn_size * block.hidden_size
+            passing[alike] += e * here * block.expert_ffn_size * block.hidden_size
         if way.recompute == "full":
-            kept[layer] = tokens * model.hidden_size * (SUM_BYTES if way.sums_in_32_bits else e) / way.shard
-            passing[layer] += tokens * of_block[0]
+            kept[alike] = tokens * model.hidden_size * (SUM_BYTES if way.sums_in_32_bits else e) / way.shard
+            passing[alike] += tokens * of_block[0]
     if not model.predicted_ahead:
         kept[-1], passing[-1] = _head(model, way, tokens, e)
     return replace(usual, activation_bytes=kept, transient_bytes=passing)

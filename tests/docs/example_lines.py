@@ -54,7 +54,7 @@ REASONS = {
     r"python -m runners\.sweep .*": MINUTES,
     r"polygon (pareto|explain) .*": MINUTES,
     r"python -m polygon validate .*": MINUTES,
-    r".*(--model deepseek-v3|--model opt-350m|--method exhaustive|--cluster big\.yaml).*": MINUTES,
+    r".*(--model deepseek-v3|--model opt-350m|--method exhaustive|--cluster big\.yaml|huge-10240-drawn).*": MINUTES,
     r"python (-m benchmarks\.|benchmarks/)(?!matmul_ceilings).*": MEASURES,
     r"make [a-z-]+": TARGET,
     r"polygon launch plan\.json --rehearse": "docs/tutorial.md does it with the step count that it prints",
