@@ -384,7 +384,17 @@ def test_a_reload_at_every_step_of_a_session_loses_nothing(fresh, server):
     after each step a reload shows every field as it was, in the same pane with the same folds, tabs and choices."""
     page = fresh
     under_way = set[Any]()
-    begins, ends = lambda request: under_way.add(request), lambda request: under_way.discard(request)
+
+    def begins(request: Any) -> None:
+        """What a page that is left had asked for may end without a word."""
+        if request.is_navigation_request():
+            under_way.clear()
+        under_way.add(request)
+
+    def ends(request: Any) -> None:
+        """Heard, or given up."""
+        under_way.discard(request)
+
     heard_of = {"request": begins, "requestfinished": ends, "requestfailed": ends}
     for event, hear in heard_of.items():
         page.on(event, hear)
