@@ -279,9 +279,10 @@ class PipelineBound:
             return float(((self.size.work + some.away) / some.capacity + some.waits_s).min())
 
         for some in sorted(parts, key=computing_s):
+            if computing_s(some) >= known_s:
+                continue
             halves = some.halves(same_s)
-            precisely = np.inf if halves else TOLERANCE
-            if computing_s(some) < known_s and (found_s := least_s(some, known_s, above_s, precisely)) < known_s:
+            if (found_s := least_s(some, known_s, above_s, np.inf if halves else TOLERANCE)) < known_s:
                 known_s = self._of_parts(halves, same_s, least_s, known_s, found_s) if halves else found_s
         return known_s
 

@@ -1,11 +1,12 @@
 """A time that the plan of an allocation cannot beat, whatever decode makes of routes, windows, packing and local steps.
 
-The layer split and the memory options of an allocation (`polygon.planning.layer_split`) depend on what packings owe
-alone: the floor is the least over all levels of parity that decode tries (`Decoder.banks`). For every stage: its first
-micro-batch has passed the stages before, its workers end no sooner than whole shares allow, and then the last one goes
-back through the stages before, or gradients are reduced, whatever takes longer. Where it is certain that no worker is
-left without a micro-batch (such a worker is dropped), the reduction is at least that between the fewest nodes that can
-hold the stage's workers, and all regions agree on the gradient's norm where not every worker has the whole gradient.
+The layer split and the memory options of an allocation (`polygon.planning.layer_split`) depend on what packings owe and
+on how long messages and sums then take: the floor is the least over all levels of parity that decode tries
+(`Decoder.banks`). For every stage: its first micro-batch has passed the stages before, its workers end no sooner than
+whole shares allow, and then the last one goes back through the stages before, or gradients are reduced, whatever takes
+longer. Where it is certain that no worker is left without a micro-batch (such a worker is dropped), the reduction is at
+least that between the fewest nodes that can hold the stage's workers, and all regions agree on the gradient's norm
+where not every worker has the whole gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from polygon.jit.compilation import general, kernel
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import FIRST, SECOND, THIRD, FluidWork, fluid_step_s, work_for
-from polygon.planning.layer_split import gradient_bytes, part_at_end, passing_s, whole_makespan_s
+from polygon.planning.layer_split import gradient_bytes, part_at_end, passing_s, sends_in_passing, whole_makespan_s
 from polygon.planning.link_compression import pays_inside
 from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank
 from polygon.planning.stage_lists import Stages, gather_stages
@@ -293,17 +294,18 @@ def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut
     n = gather_stages(x, stages, bank.cp)  # of what was tried last some may have been left out
     classes, counts, members = stages.classes, stages.counts, stages.members
     forward, backward = np.zeros(x.shape), np.zeros(x.shape)
+    if bank.tied_values > 0 and min(options[ZERO, 0], options[ZERO, n - 1]) > 0:  # decode may divide both ends alike
+        options[ZERO, 0] = options[ZERO, n - 1] = max(options[ZERO, 0], options[ZERO, n - 1])
     for s in range(n):
         r, blocks = options[RECOMPUTED, s], options[BLOCKS, s]
         for i in range(members[s]):
-            c = classes[s, i]
-            forward[s, i], backward[s, i] = passing_s(bank, c, r, blocks, bounds[s], bounds[s + 1])
-            if options[ZERO, s] == 3:
-                backward[s, i] -= bank.accumulation_s[c, bounds[s + 1]] - bank.accumulation_s[c, bounds[s]]
+            forward[s, i], backward[s, i] = passing_s(
+                bank, classes[s, i], r, blocks, bounds[s], bounds[s + 1], options[ZERO, s]
+            )
     seconds = forward + backward
     busy = all_busy(bank, stages, n, seconds)
-    for s in range(n):  # traffic of a micro-batch's own, of which others have more, is no part of these seconds
-        busy = busy and (options[ZERO, s] < 2 or (options[ZERO, s] == 2 and not bank.overlap.scatters))
+    for s in range(n):  # such traffic, of which some have more than others, is no part of these seconds
+        busy = busy and not sends_in_passing(bank, options[ZERO, s])
     agree = 0.0
     everywhere = n == 1 and options[ZERO, 0] < 2
     for i in range(members[0]):

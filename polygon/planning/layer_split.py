@@ -70,8 +70,6 @@ def _shards_traffic_s(
 
     `near`: the most of the `shards` that are on one node.
     """
-    if zero == 2 and not bank.overlap.scatters:
-        return 0.0
     p, of = bank.pool[c], bank.overlap
     latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
     scatter = layers * collective_s(held * of.gradient_bytes / layers, shards, near, p, latency_s, rate, 1, bank.links)
@@ -208,8 +206,9 @@ def blocks_recomputed(bank: Bank, stages: Stages, s: int, mode: int, zero: int, 
 
 
 @kernel
-def passing_s(bank: Bank, c: int, recompute: int, blocks: int, first: int, last: int) -> tuple[float, float]:
-    """Forward and backward of layers [first, last) on a class, so many of its first blocks recomputed."""
+def passing_s(bank: Bank, c: int, recompute: int, blocks: int, first: int, last: int, zero: int) -> tuple[float, float]:
+    """Forward and backward of layers [first, last) on a class, so many of its first blocks recomputed; fully sharded it
+    adds up no gradient."""
     forward = bank.forward_s[c, 0, last] - bank.forward_s[c, 0, first]
     backward = bank.backward_s[c, 0, last] - bank.backward_s[c, 0, first]
     if blocks > 0:
@@ -219,7 +218,15 @@ def passing_s(bank: Bank, c: int, recompute: int, blocks: int, first: int, last:
         backward += more - (bank.backward_s[c, 0, until] - bank.backward_s[c, 0, begin])
         more = bank.forward_s[c, recompute, until] - bank.forward_s[c, recompute, begin]
         forward += more - (bank.forward_s[c, 0, until] - bank.forward_s[c, 0, begin])
+    if zero == 3:
+        backward -= bank.accumulation_s[c, last] - bank.accumulation_s[c, first]
     return forward, backward
+
+
+@inner
+def sends_in_passing(bank: Bank, zero: int) -> bool:
+    """Whether every micro-batch of a sharded stage has traffic of its own."""
+    return zero == 3 or (zero == 2 and bank.overlap.scatters)
 
 
 @inner
@@ -228,23 +235,21 @@ def _kind_s(
 ) -> float:
     """Seconds per micro-batch of the i-th kind of stage s under a memory option."""
     c = stages.kinds[s, i]
-    forward, backward = passing_s(bank, c, recompute, blocks, first, last)
     spread, near = stages.kind_spread[s, i, 0], stages.kind_spread[s, i, 1]
-    if spread <= 1 or zero < 2:
-        return forward + backward
-    if zero == 3:
-        backward -= bank.accumulation_s[c, last] - bank.accumulation_s[c, first]
+    forward, backward = passing_s(bank, c, recompute, blocks, first, last, zero if spread > 1 else 0)
+    if spread <= 1 or not sends_in_passing(bank, zero):
+        return float(forward + backward)
     # The embedding and the head send more than a block, beside other compute.
     layers, total, begin, end = bank.parameters.shape[1] - 1, forward + backward, first, last
     held = held_parameters(bank, bank.parameters, c, first, last)
     if first == 0 and last > 1:
         begin, weights = 1, bank.parameters[c, 1]
-        ahead, back = passing_s(bank, c, 0, 0, 0, 1)
+        ahead, back = passing_s(bank, c, 0, 0, 0, 1, 0)
         total += _shards_traffic_s(bank, c, zero, weights, 1, ahead, back, spread, near)
         held, forward, backward = held - weights, forward - ahead, backward - back
     if last == layers and layers - begin > 1:
         end, weights = layers - 1, held - (bank.parameters[c, layers - 1] - bank.parameters[c, begin])
-        ahead, back = passing_s(bank, c, 0, 0, end, layers)
+        ahead, back = passing_s(bank, c, 0, 0, end, layers, 0)
         total += _shards_traffic_s(bank, c, zero, weights, 1, ahead, back, spread, near)
         held, forward, backward = held - weights, forward - ahead, backward - back
     return float(total + _shards_traffic_s(bank, c, zero, held, end - begin, forward, backward, spread, near))
@@ -316,7 +321,7 @@ def _work_by(bank: Bank, stages: Stages, s: int, option: tuple[int, int, int], f
 def _block_s(bank: Bank, c: int) -> float:
     """Seconds of a micro-batch in the second layer on a class."""
     layer = min(1, bank.parameters.shape[1] - 2)
-    forward, backward = passing_s(bank, c, 0, 0, layer, layer + 1)
+    forward, backward = passing_s(bank, c, 0, 0, layer, layer + 1, 0)
     return forward + backward
 
 

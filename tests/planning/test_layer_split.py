@@ -21,7 +21,8 @@ from tests.small_problems import routed_problem
 
 @pytest.mark.parametrize("mode", [1, 2])
 def test_layers_take_what_each_of_them_takes_by_itself(mode):
-    """Forward and backward of any run of layers: the first so many blocks as if all were recomputed, others as if none.
+    """Forward and backward of any run of layers: the first so many blocks as if all were recomputed, others as if none;
+    fully sharded without adding gradients up.
 
     The layer before the first block (the embedding) is recomputed by nobody.
     """
@@ -38,7 +39,10 @@ def test_layers_take_what_each_of_them_takes_by_itself(mode):
                 again = [max(first, 1) <= i < max(first, 1) + blocks for i in range(first, last)]
                 ways = [mode if recomputed else 0 for recomputed in again]
                 expected = np.sum([each[way][:, i] for way, i in zip(ways, range(first, last), strict=True)], axis=0)
-                assert passing_s(bank, c, mode, blocks, first, last) == pytest.approx(expected)
+                assert passing_s(bank, c, mode, blocks, first, last, 2) == pytest.approx(expected)
+                adding = [0.0, bank.accumulation_s[c, last] - bank.accumulation_s[c, first]]
+                assert passing_s(bank, c, mode, blocks, first, last, 3) == pytest.approx(expected - adding)
+                assert first + 1 == last or adding[1] > 0
 
 
 @njit
