@@ -89,9 +89,11 @@ def passing_capacity(
     """`parts_capacity` and, at so much for a second, what a micro-batch takes on the worker that does it."""
     each = np.inf
     for c in range(len(pipeline.class_capacity)):
+        own_s = pipeline.class_s[sharding, first, last, c, 0]
+        if (pipeline.class_capacity[c] * pipeline.micro_batches / left_s + price) * own_s >= each:
+            continue  # without any sums it would not be less
         done = most_done(pipeline, sharding, c, stage, first, last, left_s, over_s)
         if done > 0:
-            own_s = pipeline.class_s[sharding, first, last, c, 0]
             each = min(each, pipeline.class_capacity[c] / done * pipeline.micro_batches + price * own_s)
     return each
 
@@ -280,7 +282,8 @@ def stage_need(
 def least_capacity(
     pipeline: Pipeline, time_s: float, most_stages: int, limit: float, further: bool, weight: float
 ) -> float:
-    """Least compute, over all ways to cut the layers into stages, of a pipeline that ends in time.
+    """Compute with which a pipeline can end in time, if some way to cut the layers into stages needs no more than the
+    limit: the least of a way with so few stages that it does.
 
     No micro-batch takes longer than that to pass all workers, so the mean does not: with a weight, that part of the
     limit times (the mean over the time) is added to the compute, and to the limit.
@@ -336,8 +339,8 @@ def least_capacity(
                 if used[a] + need < after[b]:
                     after[b] = used[a] + need
                     some = True
-        best = min(best, after[layers])
-        if not some:
+        best = after[layers]
+        if best <= room or not some:
             break
         used = after
         used[layers] = np.inf

@@ -114,6 +114,10 @@ class CostTables:
         self.links = links or LinkTable(problem.cluster, self.calibration.communication)
         self._times: dict[tuple[int, int, int, str, int, int, bool, bool], ClassTimes] = {}
         self._memory: dict[tuple[int, int, str, int, int, bool], ClassMemory] = {}
+        self.class_layers: dict[tuple[Any, ...], Any] = {}
+        """What classes of workers take and need for every layer (`polygon.planning.problem_arrays`)."""
+        self.packing = Kept[np.ndarray](KEPT_PLANS)
+        """What links take of messages by how they are packed (`polygon.planning.link_compression`)."""
         self.bounds_by_size: dict[tuple[Any, ...], Any] = {}
         """By micro-batch size, global batch and budget: what `polygon.bounds` works out that links do not change."""
         self.plan_memory: WeakKeyDictionary[Plan, list[MemoryBreakdown]] = WeakKeyDictionary()
@@ -176,7 +180,8 @@ class CostTables:
     def with_other_links(self, problem: Problem) -> CostTables:
         """Tables of a problem with the same layers: other links between regions, prices, global batch, packings."""
         other = self.with_other_speeds(problem)
-        other._times, other.bounds_by_size, other.group_work = self._times, self.bounds_by_size, self.group_work
+        other._times, other.class_layers = self._times, self.class_layers
+        other.bounds_by_size, other.group_work = self.bounds_by_size, self.group_work
         return other
 
     def with_other_speeds(self, problem: Problem) -> CostTables:

@@ -43,6 +43,9 @@ def link_seconds(
 ) -> np.ndarray:
     """Seconds of packing, sending (latency left out) and unpacking between regions, at best their nodes' cards, and
     between nodes of one on the diagonal; inf without a link."""
+    known = tables.packing.get((), n_values, element_bytes, mode, feedback)
+    if known is not None:
+        return known
     problem = tables.problem
     memory = _memory_bytes_per_s(problem)
     rate = np.minimum(problem.cluster.bytes_per_s, tables.links.capacity_bytes_per_s)
@@ -54,7 +57,8 @@ def link_seconds(
     pack, unpack = codec_s(n_values, element_bytes, mode, 1.0, feedback=feedback)
     n_bytes = packed_bytes(n_values, element_bytes, mode, matrix_values(problem.model))
     with np.errstate(divide="ignore"):
-        return np.asarray(n_bytes / rate + (pack / memory)[:, None] + (unpack / memory)[None, :])
+        found = np.asarray(n_bytes / rate + (pack / memory)[:, None] + (unpack / memory)[None, :])
+    return tables.packing.put(found, (), n_values, element_bytes, mode, feedback)
 
 
 def activation_modes(tables: CostTables, micro_batch_size: int, modes: Sequence[str]) -> np.ndarray:
@@ -96,10 +100,14 @@ def pays_inside(tables: CostTables, mode: str) -> np.ndarray:
 
 def by_tcp(tables: CostTables) -> np.ndarray:
     """Which regions have several nodes, joined by TCP alone, shape (regions,) of bool."""
+    known = tables.packing.get((), by_tcp.__name__)
+    if known is not None:
+        return known
     problem, rdma = tables.problem, tables.links.rdma
     pairs = [_pairs_inside(problem, r) for r in range(len(problem.cluster.regions))]
     pools = problem.cluster.pools
-    return np.array([of != [] and all(pools[p].device.is_cpu or not rdma[p, q] for p, q in of) for of in pairs])
+    found = np.array([of != [] and all(pools[p].device.is_cpu or not rdma[p, q] for p, q in of) for of in pairs])
+    return tables.packing.put(found, (), by_tcp.__name__)
 
 
 def _pairs_inside(problem: Problem, region: int) -> list[Pair]:

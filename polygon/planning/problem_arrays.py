@@ -193,22 +193,52 @@ def _ways(problem: Problem, classes: Classes, setting: Setting) -> list[tuple[in
     return [(cp, ep, splits_sequence(problem, t, cp)) for _, t in classes]
 
 
-def _layer_seconds(
-    tables: CostTables, classes: Classes, setting: Setting, kind: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Running sums over layers: forward and backward by class and `RECOMPUTE`, and by class the part of a plain
-    backward that adds gradients up. Classes of a `kind` compute alike: ten regions often have few kinds."""
-    size, ways = setting.micro_batch_size, _ways(tables.problem, classes, setting)
-    forward, backward, adding = [], [], []
+class _Layers(NamedTuple):
+    """Fields of `Bank` that say what layers take and need, whatever is packed."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    accumulation_s: np.ndarray
+    activation_bytes: np.ndarray
+    transient_bytes: np.ndarray
+    parameters: np.ndarray
+    divided: np.ndarray
+    tied: np.ndarray
+    held: np.ndarray
+    """(c, n) parameters of each layer, per device."""
+
+
+def _layers(tables: CostTables, classes: Classes, setting: Setting, kind: np.ndarray) -> _Layers:
+    """Of all classes; those of a `kind` compute and store alike, and ten regions often have few kinds. Kept for other
+    levels of parity."""
     firsts, row_of = np.unique(kind, return_inverse=True)
-    for c in firsts.tolist():
-        (p, t), (cp, ep, splits) = classes[c], ways[c]
-        row = [tables.times(p, t, size, recompute, cp, ep, splits) for recompute in RECOMPUTE]
-        forward.append([of.forward_s for of in row])
-        backward.append([of.backward_s for of in row])
-        apart = tables.times(p, t, size, "none", cp, ep, splits, accumulates=False)
-        adding.append(row[0].backward_s - apart.backward_s)
-    return np.array(forward)[row_of], np.array(backward)[row_of], np.array(adding)[row_of]
+    alike = tuple(classes[c] for c in firsts.tolist())
+    known = tables.class_layers.get((alike, setting))
+    if known is None:
+        known = tables.class_layers[alike, setting] = _layers_of(tables, alike, setting)
+    return _Layers(*(rows[row_of] for rows in known))
+
+
+def _layers_of(tables: CostTables, classes: Classes, setting: Setting) -> _Layers:
+    size, seconds, memory, adding = setting.micro_batch_size, [], [], []
+    for (p, t), options in zip(classes, _ways(tables.problem, classes, setting), strict=True):
+        seconds.append([tables.times(p, t, size, recompute, *options) for recompute in RECOMPUTE])
+        memory.append([tables.memory(t, size, recompute, *options) for recompute in RECOMPUTE])
+        apart = tables.times(p, t, size, "none", *options, accumulates=False)
+        adding.append(seconds[-1][0].backward_s - apart.backward_s)
+    plain = [of[0].layers for of in memory]
+    divided = [of.parameters if of.sharded_parameters is None else of.sharded_parameters for of in plain]
+    return _Layers(
+        forward_s=np.array([[of.forward_s for of in row] for row in seconds]),
+        backward_s=np.array([[of.backward_s for of in row] for row in seconds]),
+        accumulation_s=np.array(adding),
+        activation_bytes=np.array([[of.activation_bytes for of in row] for row in memory]),
+        transient_bytes=np.array([[of.layers.transient_bytes for of in row] for row in memory]),
+        parameters=np.array([of[0].parameters for of in memory]),
+        divided=np.array([running_sum(values) for values in divided]),
+        tied=np.array([of.tied_parameters for of in plain]),
+        held=np.array([of.parameters for of in plain]),
+    )
 
 
 class _Gradients(NamedTuple):
@@ -261,14 +291,8 @@ def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allo
     micro_batch_size, cp, ep = setting
     pools = [cluster.pools[p] for p, _ in classes]
     kind = _kinds(tables, classes)
-    forward, backward, accumulation = _layer_seconds(tables, classes, setting, kind)
-    memory = [
-        [tables.memory(t, micro_batch_size, r, *options) for r in RECOMPUTE]
-        for (_, t), options in zip(classes, _ways(problem, classes, setting), strict=True)
-    ]
-    activations = np.array([[r.activation_bytes for r in m] for m in memory])
-    rows = [m[0].layers for m in memory]
-    divided = [of.parameters if of.sharded_parameters is None else of.sharded_parameters for of in rows]
+    of = _layers(tables, classes, setting, kind)
+    kept = of.activation_bytes[..., -1]
     message_bytes = boundary_values(problem.model, batch, micro_batch_size) / cp * batch.element_bytes
     held_bytes, divided_bytes = state_bytes_per_parameter(tables)
     regions = len(cluster.regions)
@@ -287,21 +311,19 @@ def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allo
         devices_per_node=np.array([pool.devices_per_node for pool in pools], dtype=np.int64),
         first_node=links.first_node[[p for p, _ in classes]],
         kind=kind,
-        forward_s=forward,
-        backward_s=backward,
-        accumulation_s=accumulation,
-        parameters=np.array([m[0].parameters for m in memory]),
-        divided=np.array([running_sum(values) for values in divided]),
-        passing_bytes=np.array(
-            [[of.parameters * passing_bytes(batch, problem.runtime, zero) for of in rows] for zero in range(4)]
-        ),
+        forward_s=of.forward_s,
+        backward_s=of.backward_s,
+        accumulation_s=of.accumulation_s,
+        parameters=of.parameters,
+        divided=of.divided,
+        passing_bytes=np.array([of.held * passing_bytes(batch, problem.runtime, zero) for zero in range(4)]),
         posted_bytes=posted_bytes(problem.runtime, message_bytes),
         kept_output_bytes=message_bytes if problem.runtime.keeps_outputs else 0.0,
-        tied=np.array([m[0].layers.tied_parameters for m in memory]),
-        activation_bytes=activations,
-        transient_bytes=np.array([[r.layers.transient_bytes for r in m] for m in memory]),
+        tied=of.tied,
+        activation_bytes=of.activation_bytes,
+        transient_bytes=of.transient_bytes,
         limit_bytes=tables.limit_bytes[[p for p, _ in classes]],
-        modes=np.array([r for r in (1, 2) if (activations[:, r, -1] < activations[:, 0, -1]).any()], dtype=np.int64),
+        modes=np.array([r for r in (1, 2) if (kept[:, r] < kept[:, 0]).any()], dtype=np.int64),
         held_bytes=held_bytes,
         divided_bytes=divided_bytes,
         outside_bytes=float(outside_bytes(batch)),
