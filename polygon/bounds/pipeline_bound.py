@@ -422,6 +422,7 @@ class PipelineBound:
         pipeline = self.pipeline._replace(
             forward_s=nothing,
             backward_s=nothing,
+            work=np.ascontiguousarray(self.size.worth[:, run.start : run.stop + 1]),
             class_s=class_s,
             held=np.array(HELD[: levels.max()]),
             levels=levels,

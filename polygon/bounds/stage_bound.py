@@ -278,6 +278,16 @@ def stage_need(
     return least if possible else -1.0
 
 
+@kernel
+def rest_capacity(pipeline: Pipeline, stage: int, first: int, time_s: float) -> float:
+    """Least compute of stages that have all layers from one on, so many stages being before: they are worth no less,
+    and have no more time than the first of them, whatever they sum."""
+    begins_s, tail_s = waiting_s(pipeline, stage, first)
+    left_s = time_s - begins_s - tail_s
+    worth = pipeline.work[2, -1] - pipeline.work[2, first]
+    return float(worth / left_s * (1 - 1e-8)) if left_s > 0 else np.inf
+
+
 @general
 def least_capacity(
     pipeline: Pipeline, time_s: float, most_stages: int, limit: float, further: bool, weight: float
@@ -305,23 +315,32 @@ def least_capacity(
     limit *= 1 + weight
     room = limit * (1 + 1e-9)
     used, needs, ends = np.full(layers + 1, np.inf), np.full(layers + 1, np.inf), np.full(layers + 1, np.inf)
+    rest = np.zeros(layers + 1)
     used[0] = 0.0
     best = np.inf
     last = min(most_stages, layers) - 1
     for s in range(last + 1):
         # The last round goes on from what it finds: any number of further stages.
-        after = used if s == last and further else np.full(layers + 1, np.inf)
+        goes_on = s == last and further
+        after = used if goes_on else np.full(layers + 1, np.inf)
         some = False
+        for b in range(layers):
+            # Any number of further stages counts no more messages.
+            rest[b] = rest_capacity(pipeline, min(s + 1, last), b, time_s) if s < last or further else np.inf
         if pipeline.alike:
             first = min(s, 1)
             needs[:] = -1.0
             for count in range(1, layers + 1 - first):
-                needs[count] = stage_need(pipeline, s, first, first + count, room, np.inf, time_s, price, limit)
+                known = np.inf if goes_on else -np.inf
+                for a in range(s, layers + 1 - count):
+                    known = max(known, room - used[a] - rest[a + count])
+                needs[count] = stage_need(pipeline, s, first, first + count, room, known, time_s, price, limit)
                 if needs[count] < 0:
                     break
             ends[:] = np.inf
             for count in range(1, layers + 1 - first if s + 1 >= pipeline.fewest else 0):
-                ends[count] = stage_need(pipeline, s, 2, 2 + count, room, np.inf, time_s, price, limit)
+                known = np.inf if goes_on else room - used[layers - count]
+                ends[count] = stage_need(pipeline, s, 2, 2 + count, room, known, time_s, price, limit)
                 if ends[count] < 0:
                     ends[count] = np.inf
                     break
@@ -332,7 +351,7 @@ def least_capacity(
                 if pipeline.alike:
                     need = needs[b - a] if b < layers or needs[b - a] < 0 else ends[b - a]
                 else:
-                    known = after[b] - used[a]
+                    known = min(after[b], room - rest[b]) - used[a]
                     need = stage_need(pipeline, s, a, b, room - used[a], known, time_s, price, limit)
                 if need < 0:
                     break
