@@ -29,6 +29,7 @@ from polygon.domain.uniform import uniform_config
 from polygon.formats import catalogue
 from polygon.formats.serialization import parse_yaml
 from tests.nightly import NIGHTLY
+from tests.once import made_once
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "instances" / "measured"
@@ -53,6 +54,10 @@ ERRORS = ROOT / "polygon" / "domain" / "catalogue" / "errors.yaml"
 @pytest.fixture(scope="module")
 def remade(tmp_path_factory) -> tuple[dict, dict, list[Row]]:
     """The report and the errors that the command in the header of errors.yaml makes, and the rows they are made of."""
+    return made_once(tmp_path_factory, "remade", lambda: _remade(tmp_path_factory))
+
+
+def _remade(tmp_path_factory) -> tuple[dict, dict, list[Row]]:
     (command,) = re.findall(r"^# Made by: polygon validate (.+)$", ERRORS.read_text(), re.MULTILINE)
     target = tmp_path_factory.mktemp("errors") / "errors.yaml"
     argv = []
