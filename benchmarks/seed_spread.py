@@ -1,10 +1,10 @@
 """How far the plans found lie from the best that any seed or effort found, and CPU seconds of a search.
 
     python benchmarks/seed_spread.py [--seeds 2] [--efforts quick,thorough] [--instances ptafm-7dc,aws-regions] \
-        [--tasks gpt3-13b:128:2048]
+        [--tasks gpt3-13b:128:2048] [--drawn 20 --first 0]
 
-Every cluster of `instances/` with every task: model, sequences of a step, tokens of a sequence. Kernels are compiled
-before.
+Every cluster of `instances/` with every task: model, sequences of a step, tokens of a sequence; or drawn clusters, of
+up to eight regions and 128 devices, with a task each. Kernels are compiled before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from polygon import Batch, Cluster, Problem
+from polygon import Batch, Cluster, InputError, Problem
+from polygon.commands.generate import generate
 from polygon.domain.message import say
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.search_engine import Effort
@@ -27,6 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTANCES = (
     "aws-regions,dtfm-two-universities,ptafm-7dc,regional-64,dtfm-worldwide,dtfm-spot,sailor-5zones,ptafm-testbed"
 )
+MODELS = (
+    "gpt3-1.3b", "gpt3-2.7b", "gpt3-6.7b", "llama2-7b", "gpt3-13b", "qwen3-30b-a3b", "mixtral-8x7b", "llama3-8b"
+)  # fmt: skip
+"""Of drawn problems."""
 TASKS = "gpt3-6.7b:64:1024,gpt3-13b:128:2048,gpt3-1.3b:512:2048"
 
 
@@ -35,6 +40,22 @@ def problem_of(instance: str, task: str) -> Problem:
     model, sequences, tokens = task.split(":")
     cluster = Cluster.from_yaml(ROOT / "instances" / f"{instance}.yaml")
     return Problem(cluster, model, Batch(global_batch=int(sequences), seq_len=int(tokens)))
+
+
+def drawn_problem(number: int) -> tuple[str, Problem] | None:
+    """A drawn problem and what it is; None where its numbers do not go together."""
+    rng = np.random.default_rng(9000 + number)
+    regions, types = int(rng.choice([1, 2, 3, 4, 6, 8])), int(rng.integers(1, 5))
+    devices = max(int(rng.choice([8, 16, 24, 32, 48, 64, 96, 128])), 2 * regions)
+    model = str(rng.choice(MODELS))
+    sequences, tokens = int(rng.choice([32, 64, 128, 256, 512, 1024])), int(rng.choice([1024, 2048, 4096]))
+    tokens = min(tokens, 2048) if model.startswith("gpt3") else tokens
+    try:
+        cluster = Cluster(generate(regions, types, devices, np.random.default_rng(number)))
+    except InputError:
+        return None
+    what = f"{number}: {regions} regions, {types} types, {devices} devices, {model}:{sequences}:{tokens}"
+    return what, Problem(cluster, model, Batch(global_batch=sequences, seq_len=tokens))
 
 
 def steps_of(problem: Problem, effort: str, seeds: int) -> tuple[list[float], float]:
@@ -52,27 +73,32 @@ def main() -> int:
     parser.add_argument("--efforts", default="quick,thorough", metavar="A,B", help="of quick, thorough and long")
     parser.add_argument("--instances", default=INSTANCES, metavar="A,B", help="files of instances/ without .yaml")
     parser.add_argument("--tasks", default=TASKS, metavar="MODEL:SEQUENCES:TOKENS,...")
+    parser.add_argument("--drawn", type=int, metavar="N", help="so many drawn problems in place of these")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of them")
     args = parser.parse_args()
     efforts = args.efforts.split(",")
+    pairs = [(instance, task) for instance in args.instances.split(",") for task in args.tasks.split(",")]
+    named = ((f"{instance} {task}", problem_of(instance, task)) for instance, task in pairs)
+    if args.drawn is not None:
+        numbers = range(args.first, args.first + args.drawn)
+        named = (pair for number in numbers if (pair := drawn_problem(number)) is not None)
     over: dict[str, list[float]] = {effort: [] for effort in efforts}
     cpu_s: dict[str, list[float]] = {effort: [] for effort in efforts}
-    for instance in args.instances.split(","):
-        for task in args.tasks.split(","):
-            problem = problem_of(instance, task)
-            short = problem.search(effort=Effort(fluid_evaluations=20, exact_evaluations=5, patience=20))
-            if short.reason is not None:
-                print(f"{instance} {task}: {say(short.reason)}", flush=True)
-                continue
-            found = {effort: steps_of(problem, effort, args.seeds) for effort in efforts}
-            best = min(min(steps) for steps, _ in found.values())
-            for effort, (steps, seconds) in found.items():
-                over[effort] += [100 * (step / best - 1) for step in steps]
-                cpu_s[effort].append(seconds)
-            said = "; ".join(
-                f"{effort} {' '.join(f'{step:.3f}' for step in steps)} s, {seconds:.1f} CPU-s"
-                for effort, (steps, seconds) in found.items()
-            )
-            print(f"{instance} {task}: {said}", flush=True)
+    for name, problem in named:
+        short = problem.search(effort=Effort(fluid_evaluations=20, exact_evaluations=5, patience=20))
+        if short.reason is not None:
+            print(f"{name}: {say(short.reason)}", flush=True)
+            continue
+        found = {effort: steps_of(problem, effort, args.seeds) for effort in efforts}
+        best = min(min(steps) for steps, _ in found.values())
+        for effort, (steps, seconds) in found.items():
+            over[effort] += [100 * (step / best - 1) for step in steps]
+            cpu_s[effort].append(seconds)
+        said = "; ".join(
+            f"{effort} {' '.join(f'{step:.3f}' for step in steps)} s, {seconds:.1f} CPU-s"
+            for effort, (steps, seconds) in found.items()
+        )
+        print(f"{name}: {said}", flush=True)
     for effort in efforts:
         values = np.array(over[effort])
         print(

@@ -1,4 +1,5 @@
-"""Descent by random moves: the local search that other solvers build on, restarts of it, and races."""
+"""Descent by random moves: the local search that other solvers build on, restarts of it, and races; and descent through
+all moves there are."""
 
 from __future__ import annotations
 
@@ -43,6 +44,37 @@ class Restarts(Solver):
             x = search.problem.random(search.rng)
             descend(search, x, search.evaluate(x), self.patience)
             search.round()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descents(Solver):
+    """Descent from one solution given after another, or from random ones, until no neighbour is better."""
+
+    most: int = 1500
+    """Evaluations of one descent."""
+
+    def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
+        """See `Solver.explore`."""
+        for value, x in started:
+            if math.isfinite(value):
+                self._descend(search, x, value)
+        while not started:
+            x = search.problem.random(search.rng)
+            self._descend(search, x, search.evaluate(x))
+        return False
+
+    def _descend(self, search: Search[S], x: S, value: float) -> None:
+        left, better = self.most, True
+        while better:
+            better = False
+            for y in search.problem.neighbours(x, search.rng):
+                if left <= 0:
+                    break
+                left -= 1
+                if (y_value := search.evaluate(y)) < value:
+                    x, value, better = y, y_value, True
+                    break
+        search.round()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

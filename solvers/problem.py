@@ -15,6 +15,9 @@ import numpy as np
 
 S = TypeVar("S")
 
+NEAR = 200
+"""Random steps in place of all there are."""
+
 
 class SearchProblem(ABC, Generic[S]):
     """A minimisation problem."""
@@ -30,6 +33,10 @@ class SearchProblem(ABC, Generic[S]):
     @abstractmethod
     def neighbour(self, x: S, rng: np.random.Generator) -> S:
         """A solution a small random step away; `x` is left as it is."""
+
+    def neighbours(self, x: S, rng: np.random.Generator) -> Iterator[S]:
+        """All solutions a small step away, in random order; without a list of them, as many random ones as `NEAR`."""
+        return (self.neighbour(x, rng) for _ in range(NEAR))
 
     def crossover(self, a: S, b: S, rng: np.random.Generator) -> S:
         """A mixture of two solutions; without a better idea, a neighbour of one of them."""

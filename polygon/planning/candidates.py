@@ -14,6 +14,7 @@ from polygon.cost.money import Bill
 from polygon.domain.plan import Plan
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates, even_parts
+from polygon.planning.neighbourhood import near
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, value_of
 from polygon.planning.problem_arrays import Bank, Setting
 from solvers.allocation import AllocationProblem, AllocationSpace
@@ -22,6 +23,12 @@ from solvers.problem import SearchProblem
 MOST_STRUCTURES = 3000
 NEW_STAGE = 0.1
 """Of small steps: how often a stage more is offered to the workers that move."""
+LISTED = 0.5
+"""Of exact steps: how often the next best of all one change away is taken."""
+MOST_NEAR, NEAR_CELLS = 1000, 80_000
+"""Of these, how many are looked at, and how many times classes of workers."""
+EMPLOYED = 0.5
+"""Of changes of a degree: how often idle devices join in."""
 RUNNER_UP = 0.08
 """Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
 DIGITS = 9
@@ -145,14 +152,27 @@ class Candidates(SearchProblem[Allocation]):
             return replace(x, micro_batch_size=int(self.sizes[choices[rng.integers(len(choices))]]))
         if kind < 0.18 and len(self.degrees) > 1:
             cp, ep = self.degrees[rng.integers(len(self.degrees))]
-            return replace(x, cp=cp, ep=ep)
+            other = replace(x, cp=cp, ep=ep)
+            used = np.flatnonzero(x.workers.any(axis=0))
+            return other.with_workers(self._employ(other, used, rng)) if rng.random() < EMPLOYED else other
         if kind < 0.34:
             return x.with_workers(self._restructure(x, rng))
         if kind < 0.48:
-            return x.with_workers(self.compact(self._whole_pools(x.workers, rng)))
+            return x.with_workers(self.compact(self._whole_pools(x, rng)))
         if kind < 0.60:
             return x.with_workers(self.compact(self._replace(x, rng)))
         return x.with_workers(self._small_step(x.stages, rng))
+
+    def neighbours(self, x: Allocation, rng: np.random.Generator) -> Iterator[Allocation]:
+        """All that differ in one thing, in random order (`polygon.planning.neighbourhood`)."""
+        at = self.sizes.index(x.micro_batch_size)
+        settings = [(self.sizes[i], x.cp, x.ep) for i in (at - 1, at + 1) if 0 <= i < len(self.sizes)]
+        settings += [(x.micro_batch_size, *how) for how in self.degrees if how != (x.cp, x.ep)]
+
+        def employ(other: Allocation) -> np.ndarray:
+            return self._employ(other, np.flatnonzero(other.workers.any(axis=0)), rng)
+
+        return near(x, self.space, settings, self._rates(x.micro_batch_size), employ, rng)
 
     def _small_step(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """A random move of some workers among the stages that there are, and at times a new one somewhere."""
@@ -166,10 +186,10 @@ class Candidates(SearchProblem[Allocation]):
             self._spaces[stages] = replace(self.space, groups=stages)
         return self._spaces[stages]
 
-    def _whole_pools(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def _whole_pools(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
         """Drop, add or re-spread a region, a pool, or a device type everywhere; or change its degree."""
         pools = self.decoder.problem.cluster.pools
-        classes = self.decoder.classes
+        classes, workers = self.decoder.classes, x.workers
         pool = pools[classes[int(rng.integers(len(classes)))][0]]
         kind = rng.integers(4)
         if kind == 0:
@@ -188,7 +208,8 @@ class Candidates(SearchProblem[Allocation]):
         degrees = sorted({classes[c][1] for c in columns})
         tp = degrees[int(rng.integers(len(degrees)))]
         if used and rng.random() < 0.6:
-            return self._change_degree(result, columns, tp)
+            result = self._change_degree(result, columns, tp)
+            return self._employ(x.with_workers(result), columns, rng) if rng.random() < EMPLOYED else result
         result[:, columns] = 0
         if rng.random() < 0.5 and len(rows) > 1:
             rows = rows[[int(rng.integers(len(rows)))]]
@@ -237,6 +258,17 @@ class Candidates(SearchProblem[Allocation]):
             devices = sum(workers[:, c] * classes[c][1] for c in same)
             result[:, same] = 0
             result[:, target] = devices // tp
+        return result
+
+    def _employ(self, x: Allocation, columns: Sequence[int] | np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Idle devices of some classes join the workers of their class, as evenly as may be: one degree leaves over
+        what another can use, and no plan is better for a change of degrees alone."""
+        result = x.workers.copy()
+        for c in rng.permutation(columns).tolist():
+            (rows,) = result[:, c].nonzero()
+            free = self.space.free(result)[self.space.pool[c]] // (self.space.units[c] * x.cp)
+            if len(rows) and free > 0:
+                result[rows, c] += x.cp * even_parts(int(free), len(rows), int(rng.integers(len(rows))))
         return result
 
     def _restructure(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
@@ -294,16 +326,37 @@ class ExactCandidates(Candidates):
         self._met = met
         self._values: dict[Hashable, float] = {}
         self._known_s = math.inf
+        self._near: tuple[Hashable, list[Allocation]] = None, []
+        """An allocation by its key, and what of its neighbours is not yet taken."""
         self.bills: list[tuple[Bill, Allocation]] = []
         """What every allocation evaluated costs."""
 
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
-        """The best by the fluid objective of a few steps away: exact values are dear, most steps are bad."""
+        """The best by the fluid objective of a few steps away, or the next best of all one change away: exact values
+        are dear, most steps are bad."""
+        if rng.random() < LISTED:
+            listed = self._listed(x, rng)
+            while listed:
+                y = listed.pop()
+                if self.key(y) not in self._values:
+                    return y
         steps = [super(ExactCandidates, self).neighbour(x, rng) for _ in range(12)]
         values = np.array([self.decoder.value(step) for step in steps])
         # Steps of idle workers alone lead to the same plan: mostly the best of all.
         values[np.isclose(values, self.decoder.value(x), rtol=10.0**-DIGITS, atol=0.0)] = math.inf
         return steps[int(np.argmin(values))]
+
+    def _listed(self, x: Allocation, rng: np.random.Generator) -> list[Allocation]:
+        """What is one change away and not yet taken, the best by the fluid objective last."""
+        if self._near[0] != x.key:
+            most = min(MOST_NEAR, NEAR_CELLS // self.space.classes)
+            found: dict[str, tuple[float, Allocation]] = {f"{self.decoder.value(x):.{DIGITS}g}": (math.inf, x)}
+            for y in itertools.islice(self.neighbours(x, rng), most):
+                value = self.decoder.value(y)
+                found.setdefault(f"{value:.{DIGITS}g}", (value, y))  # one plan, whoever is idle beside it
+            order = sorted((entry for entry in found.values() if entry[0] < math.inf), key=lambda entry: -entry[0])
+            self._near = x.key, [y for _, y in order]
+        return self._near[1]
 
     def met(self) -> Iterator[tuple[Allocation, float]]:
         """Every allocation that was evaluated and has a plan, and its value."""

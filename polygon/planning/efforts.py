@@ -8,7 +8,7 @@ from polygon.planning.search_engine import Effort
 
 QUICK = Effort(fluid_evaluations=2000, exact_evaluations=40, polish_evaluations=80, patience=1600)
 THOROUGH = Effort(
-    fluid_evaluations=8_000, exact_evaluations=160, polish_evaluations=100, patience=1600, rounds=2, begins_with=QUICK
+    fluid_evaluations=20_000, exact_evaluations=160, polish_evaluations=100, patience=1600, rounds=2, begins_with=QUICK
 )
 
 

@@ -37,7 +37,7 @@ from polygon.planning.telling import EXACT, IN_PARTS, MEMETIC, POLISH, STARTS, T
 from polygon.planning.uniform_starts import uniform_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
-from solvers.local_search import Racing, Restarts
+from solvers.local_search import Descents, Racing, Restarts
 from solvers.population import Solver
 from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, TimeLimit
 
@@ -69,6 +69,9 @@ three times so many ended 1.8 % above the best of all that was tried (six proble
 long 2.9 %, once so many 5.3 %."""
 MOST_CELLS = 3_000_000
 """Relaxed evaluations of a search times classes of workers, at most."""
+DESCENTS, DESCENDING = 8, 0.2
+"""Structures from whose best such a cycle ends with descents through all neighbours, and the part of its evaluations
+that these take at most."""
 LATE = 30
 """Moves for which walks of the second race may be worse."""
 
@@ -378,25 +381,27 @@ def _explore(
 
     The best of different structures race, and the genetic search goes on from what has come of them: which of the
     starts lead on shows after some moves, not before them. The other half of the evaluations go to a race of walks that
-    accept late. Many evaluations are several such `CYCLE`s.
+    accept late. Many evaluations are several such `CYCLE`s, each of which ends with descents through all neighbours.
     """
     if begun.interrupted:
         return 0, True
     cycles = max(1, round(effort.fluid_evaluations / CYCLE))
     made, each = 0, effort.fluid_evaluations // cycles
-    walks, fewest, _ = _race(each // 2, LATE)
-    late = each // 2 if fewest else 0
-    memetic = _memetic(each - late, effort.patience)
+    descents = int(DESCENDING * each) if each >= CYCLE else 0
+    walks, fewest, _ = _race((each - descents) // 2, LATE)
+    late = (each - descents) // 2 if fewest else 0
+    memetic = _memetic(each - descents - late, effort.patience)
     told = phase_of(tell, MEMETIC)
 
     def callback(progress: Progress, _: object) -> None:
         told((made + progress.evaluations) / effort.fluid_evaluations, progress.value)
 
-    for solver, count, patience in cycles * (*memetic, (walks, late, late)):
+    for solver, count, patience in cycles * (*memetic, (walks, late, late), (Descents(), descents, descents)):
         if count == 0:
             continue
         stop = _limit(count, patience, max(0.0, clock.left_s(0.65)))
-        result = solver.solve(candidates, rng, stop, start=candidates.different[:RACERS], callback=callback)
+        starts = candidates.different[: DESCENTS if isinstance(solver, Descents) else RACERS]
+        result = solver.solve(candidates, rng, stop, start=starts, callback=callback)
         made += result.evaluations
         if result.stopped_by == "interrupt":
             return made, True
@@ -452,7 +457,7 @@ def _begin_once(
     begins_with: Sequence[Allocation] = (),
 ) -> tuple[_Begun, Candidates]:
     """`_begin`, once for all searches of a problem that begin alike: there is no chance in it, unless time ends it."""
-    most_rows = effort.fluid_evaluations // 3 if len(decoder.problem.cluster.pools) == 1 else 0
+    most_rows = min(effort.fluid_evaluations, CYCLE) // 3 if len(decoder.problem.cluster.pools) == 1 else 0
     if begins_with:
         candidates = Candidates(decoder, most_stages(decoder.problem))
         return _begin(decoder, candidates, groups, known, most_rows, clock, tell, begins_with), candidates
@@ -603,7 +608,7 @@ def _in_parts(
     met: list[tuple[Found, _Draft | None]] = []
     short = replace(
         effort,
-        fluid_evaluations=int(SHORT * effort.fluid_evaluations),
+        fluid_evaluations=int(SHORT * min(effort.fluid_evaluations, CYCLE)),
         exact_evaluations=int(SHORT * effort.exact_evaluations),
         polish_evaluations=0,
     )

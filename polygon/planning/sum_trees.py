@@ -38,6 +38,8 @@ EQUAL = 0.0
 DEARNESS = (math.inf, 4.0, 2.0, 1.0)
 """Times that what goes over a relay counts: inf without relays, 1 for most that passes; between these fewer links lie
 one behind the other."""
+QUICK = (math.inf, 2.0)
+"""Of these, what is tried of a plan that is only compared with others: each takes programs of its own."""
 VISIBLE = 0.02
 """Of what the busiest worker computes: sums that take less are left as they are."""
 GAIN = 1e-4
@@ -93,7 +95,7 @@ def with_quick_sums(plan: Plan, tables: CostTables, times: StepTimes) -> Plan:
     for group in able_groups(plan, tables.problem):
         least, mine = _seen_s(times, group), times.place.node[times.place.members(group)]
         some = least > VISIBLE * busiest_s and len(np.unique(mine)) <= TREE_NODES
-        for dearness in DEARNESS if some else ():
+        for dearness in QUICK if some else ():
             draft = drafted(plan, tables, [group], dearness)
             found = least if draft is plan else _seen_s(unpaced_times(draft, tables), group)
             if found < (1 - GAIN) * least:

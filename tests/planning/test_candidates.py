@@ -155,6 +155,35 @@ def test_another_degree_keeps_the_devices(decoder):
     ]
 
 
+def test_idle_devices_join_workers_of_their_class(decoder):
+    """As evenly as may be, in whole workers of a sequence's parts, and only those of the classes that are asked for."""
+    found, rng = Candidates(decoder, 4), np.random.default_rng(0)
+
+    def joined(x, columns):
+        return found._employ(x, columns, rng)[:2, :4].tolist()
+
+    assert joined(allocation([1, 0, 0, 1], [1, 0, 0, 0]), [0]) == [[2, 0, 0, 1], [2, 0, 0, 0]]
+    assert joined(allocation([1, 0, 0, 1], [1, 0, 0, 0]), [3, 0]) == [[2, 0, 0, 4], [2, 0, 0, 0]]
+    assert joined(allocation([0, 1], [1, 0]), [1]) == [[0, 1, 0, 0], [1, 0, 0, 0]]  # one is left, of two each
+    assert joined(replace(allocation([2, 0, 0, 0], [0, 0, 0, 2]), cp=2), [0]) == [[4, 0, 0, 0], [0, 0, 0, 2]]
+    assert joined(replace(allocation([1, 1]), cp=2), [0]) == [[1, 1, 0, 0], [0, 0, 0, 0]]
+    assert joined(allocation([4, 0, 0, 0], [0, 0, 0, 1]), [0]) == [[4, 0, 0, 0], [0, 0, 0, 1]]
+
+
+def test_a_change_of_degrees_leaves_idle_devices_or_takes_them(decoder):
+    """Half of the changes of context parallelism, and of tensor parallelism, let all join that stand by."""
+    found = Candidates(decoder, 4)
+    found.degrees = ((1, 1), (2, 1))
+    x = replace(allocation([2, 0, 0, 2], [0, 0, 0, 0]), cp=2)
+    near = [found.neighbour(x, np.random.default_rng(seed)) for seed in range(2000)]
+    other = [y.workers[0, :4].tolist() for y in near if y.cp == 1]
+    alone, all_ = (sum(row == how for row in other) for how in ([2, 0, 0, 2], [4, 0, 0, 4]))
+    assert alone + all_ == len(other) > 40 and 0.3 < all_ / len(other) < 0.7
+    changed = [found._whole_pools(allocation([0, 1, 0, 0], [0, 0, 0, 2]), np.random.default_rng(s)) for s in range(600)]
+    degrees = [row[0, :3].tolist() for row in changed if row[1, 3] == 2 and row[0, 0]]
+    assert [2, 0, 0] in degrees and [4, 0, 0] in degrees
+
+
 def test_a_stage_gets_other_workers_that_are_as_quick(decoder):
     """Two A100 make room for idle T4 (as many as there are) or for workers of other degrees; nobody else moves."""
     found = Candidates(decoder, 4)
@@ -277,12 +306,12 @@ def test_neighbours_are_allocations_that_differ_in_one_thing(decoder):
 def test_whole_pools_are_dropped_added_or_spread(decoder):
     """Whatever is taken of a pool, it is all of it, evenly, in one stage or all; or at another degree."""
     found = Candidates(decoder, 4)
-    workers = allocation([2, 0, 0, 2], [2, 0, 0, 2]).workers
+    x = allocation([2, 0, 0, 2], [2, 0, 0, 2])
     units = np.array([t for _, t in decoder.classes])
     pool = np.array([p for p, _ in decoder.classes])
     seen = set()
     for seed in range(300):
-        changed = found._whole_pools(workers, np.random.default_rng(seed))
+        changed = found._whole_pools(x, np.random.default_rng(seed))
         devices = [(changed * units)[:, pool == p].sum(axis=1)[:2].tolist() for p in (0, 1)]
         assert sum(part == [2, 2] for part in devices) >= 1  # only one pool is another
         assert not changed[2:].any()
@@ -346,3 +375,52 @@ def test_of_every_kind_the_best_is_kept(decoder):
     ):
         best = sorted(min(value[met[i].key] for i in of) for of in kinds)
         assert [value[x.key] for x in candidates.best_of(kind)] == best
+
+
+def test_all_neighbours_are_allocations_of_one_change(decoder):
+    """None takes more than there is, or less than nothing, whatever the degree; all are met that a step leads to."""
+    found, rng = Candidates(decoder, 4), np.random.default_rng(0)
+    for cp in (1, 2):
+        for _ in range(10):
+            x = replace(found.neighbour(found.random(rng), rng), cp=cp)
+            near = list(found.neighbours(x, rng))
+            assert all((y.workers >= 0).all() and (found.space.free(y.workers) >= 0).all() for y in near)
+            assert len({y.key for y in near} - {x.key}) > 4
+    found.degrees = ((1, 1), (2, 1))
+    x = allocation([2, 0, 0, 1], [0, 0, 0, 2], size=found.sizes[1])
+    near = {y.key for y in found.neighbours(x, rng)}
+    rows = [
+        [[3, 0, 0, 1], [0, 0, 0, 2]],  # one more
+        [[4, 0, 0, 1], [0, 0, 0, 2]],  # all that stand by
+        [[2, 0, 0, 0], [0, 0, 0, 2]],  # one fewer
+        [[2, 0, 0, 0], [0, 0, 0, 3]],  # one at another place
+        [[0, 1, 0, 1], [0, 0, 0, 2]],  # another degree
+        [[0, 2, 0, 1], [0, 0, 0, 2]],  # and all that stand by
+        [[0, 0, 0, 2], [2, 0, 0, 1]],  # stages exchanged
+        [[2, 0, 0, 3], [0, 0, 0, 0]],  # joined
+        [[2, 0, 0, 1], [0, 0, 0, 0]],  # left out
+        [[1, 0, 0, 0], [1, 0, 0, 1], [0, 0, 0, 2]],  # cut
+        [[2, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 2]],  # one more stage
+    ]
+    for row in rows:
+        assert allocation(*row, size=x.micro_batch_size).key in near, row
+    for other in (replace(x, micro_batch_size=found.sizes[0]), replace(x, cp=2)):
+        assert other.key in near
+    joined = replace(allocation([4, 0, 0, 1], [0, 0, 0, 2], size=x.micro_batch_size), cp=2)
+    assert any(y.cp == 2 and (y.workers[:, 0] == joined.workers[:, 0]).all() for y in found.neighbours(x, rng))
+
+
+def test_an_exact_step_is_the_next_best_neighbour_half_of_the_time(decoder):
+    """The best by the fluid objective of all one change away, then the second best, none of them twice."""
+    exact = ExactCandidates(decoder, 4)
+    x = allocation([2, 0, 0, 1], [1, 0, 0, 2])
+    listed = [y for y in exact.neighbours(x, np.random.default_rng(0)) if decoder.value(y) < math.inf]
+    order = sorted({float(f"{decoder.value(y):.9g}") for y in listed} - {float(f"{decoder.value(x):.9g}")})
+    taken = exact._listed(x, np.random.default_rng(1))
+    assert [float(f"{decoder.value(y):.9g}") for y in reversed(taken)] == order
+    rng, met = np.random.default_rng(2), []
+    for _ in range(12):
+        y = exact.neighbour(x, rng)
+        exact.evaluate(y)
+        met.append(float(f"{decoder.value(y):.9g}"))
+    assert set(order[:3]) <= set(met)

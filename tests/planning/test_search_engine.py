@@ -424,7 +424,7 @@ def test_the_evaluations_of_a_race_are_its_starts_and_laps():
 @pytest.mark.parametrize("evaluations", (1, 40, 200, 3300, 4000, 12_900, 19_999, 24_000))
 def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
     """Few evaluations make laps short before they make starts few; the second race accepts late, with half of all.
-    Many evaluations go through both races several times."""
+    Many evaluations go through both races several times, and then some are left for descents, which may need fewer."""
     asked = []
 
     class Noted(engine.Racing):
@@ -451,8 +451,10 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
     begun = engine._begin(decoder, candidates, None, [], 0, clock)
     taken, _ = engine._explore(candidates, np.random.default_rng(0), effort, begun, clock, None)
     cycles = {12_900: 2, 19_999: 2, 24_000: 3}.get(evaluations, 1)
-    assert 0 <= evaluations - taken < cycles
     each = evaluations // cycles
+    descents = each // 5 if each >= 8000 else 0
+    assert 0 <= evaluations - taken < cycles * (1 + descents)
+    each -= descents
     half = each // 2 if each >= 100 else 0
     first = [spent for memory, spent in asked if memory == 0]
     assert sum(first) <= engine.RACE * (taken - cycles * half) and len(first) == (cycles if each >= 340 else 0)

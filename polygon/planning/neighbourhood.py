@@ -1,0 +1,143 @@
+"""Every allocation that differs from another in one thing, in random order: what a descent goes through until nothing
+is better (`solvers.local_search.Descents`).
+
+Random steps (`polygon.planning.candidates`) meet most of these seldom: a pipeline of four stages on nine pools has some
+six hundred, and a step that helps is often one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from polygon.planning.decode import Allocation
+from solvers.allocation import AllocationSpace
+
+MOST_CLASSES = 48
+"""Classes of which idle devices are looked at, drawn anew for each allocation where there are more."""
+PARTS = (1.0, 0.7, 1.4)
+"""Times as quick as those whose place they take are workers of another class."""
+
+Settings = list[tuple[int, int, int]]
+"""Micro-batch sizes, context- and expert-parallel degrees."""
+
+
+def near(
+    x: Allocation,
+    space: AllocationSpace,
+    settings: Settings,
+    rates: np.ndarray,
+    employ: Callable[[Allocation], np.ndarray],
+    rng: np.random.Generator,
+) -> Iterator[Allocation]:
+    """Allocations of one change each.
+
+    Parameters
+    ----------
+    settings : list of (int, int, int)
+        That may take the place of the allocation's own.
+    rates : ndarray, shape (classes,)
+        Micro-batches per second of one worker in a block.
+    employ : callable
+        The workers of an allocation with idle devices of the classes that it uses.
+    """
+    rows, cp = x.stages, x.cp
+    idle = space.free(x.workers)[space.pool] // (space.units * cp) * cp
+    joining = rng.permutation(np.flatnonzero(idle > 0))[:MOST_CLASSES].tolist()
+    edits: list[Callable[[np.ndarray], np.ndarray]] = _of_stages(len(rows), len(rows) < space.groups)
+    for c in joining:
+        for s in range(len(rows) + 1):
+            if s < len(rows):
+                edits += [partial(_with_more, s=s, c=c, count=n) for n in {cp, int(idle[c])}]
+            if len(rows) < space.groups:
+                edits += [partial(_with_stage, s=s, c=c, count=n) for n in {int(idle[c]), _half(int(idle[c]), cp)}]
+    for s, c in np.argwhere(rows).tolist():
+        here, own = int(rows[s, c]), int(space.free(x.workers)[space.pool[c]])
+        some = min(cp, here)  # what is no whole worker does nothing
+        edits += [partial(_with_more, s=s, c=c, count=-n) for n in {some, here}]
+        for t in range(len(rows)):
+            counts = {some, here, min(_half(here, cp), here)} if t != s else ()
+            edits += [partial(_shifted, s=s, t=t, c=c, count=n) for n in counts]
+        for d in np.flatnonzero((space.pool == space.pool[c]) & (np.arange(space.classes) != c)).tolist():
+            devices = here * int(space.units[c])
+            counts = {n // (int(space.units[d]) * cp) * cp for n in (devices, devices + own)}
+            edits += [partial(_replaced, s=s, c=c, d=d, count=n) for n in counts if n]
+        for d in joining:
+            if space.pool[d] != space.pool[c]:
+                as_quick = here * rates[c] / rates[d] / cp
+                counts = {min(max(1, round(part * as_quick)) * cp, int(idle[d])) for part in PARTS}
+                edits += [partial(_replaced, s=s, c=c, d=d, count=n) for n in counts]
+    others = [*edits, *settings]
+    for i in rng.permutation(len(others)).tolist():
+        if i < len(edits):
+            changed = edits[i](rows)
+            changed = changed[changed.any(axis=1)]
+            if 0 < len(changed) <= space.groups:
+                workers = np.zeros((space.groups, space.classes), dtype=np.int64)
+                workers[: len(changed)] = changed
+                yield x.with_workers(workers)
+        else:
+            size, other_cp, ep = settings[i - len(edits)]
+            other = replace(x, micro_batch_size=size, cp=other_cp, ep=ep)
+            yield other
+            if (other_cp, ep) != (x.cp, x.ep):
+                yield other.with_workers(employ(other))
+
+
+def _of_stages(count: int, room: bool) -> list[Callable[[np.ndarray], np.ndarray]]:
+    """Stages at another place, left out, joined with the next one, or cut in two halves where there is `room`."""
+    places = [(s, t) for s in range(count) for t in range(count) if t not in (s, s - 1)]
+    edits: list[Callable[[np.ndarray], np.ndarray]] = [partial(_moved, s=s, t=t) for s, t in places]
+    edits += [partial(np.delete, obj=s, axis=0) for s in range(count) if count > 1]
+    edits += [partial(_joined, s=s) for s in range(count - 1)]
+    return edits + [partial(_cut, s=s) for s in range(count) if room]
+
+
+def _half(count: int, cp: int) -> int:
+    """The larger half, in whole workers."""
+    return (count // cp + 1) // 2 * cp
+
+
+def _with_more(rows: np.ndarray, s: int, c: int, count: int) -> np.ndarray:
+    rows = rows.copy()
+    rows[s, c] += count
+    return rows
+
+
+def _with_stage(rows: np.ndarray, s: int, c: int, count: int) -> np.ndarray:
+    rows = np.insert(rows, s, 0, axis=0)
+    rows[s, c] = count
+    return rows
+
+
+def _shifted(rows: np.ndarray, s: int, t: int, c: int, count: int) -> np.ndarray:
+    rows = rows.copy()
+    rows[[s, t], c] += (-count, count)
+    return rows
+
+
+def _replaced(rows: np.ndarray, s: int, c: int, d: int, count: int) -> np.ndarray:
+    rows = rows.copy()
+    rows[s, c] = 0
+    rows[s, d] += count
+    return rows
+
+
+def _moved(rows: np.ndarray, s: int, t: int) -> np.ndarray:
+    return np.insert(np.delete(rows, s, axis=0), t, rows[s], axis=0)
+
+
+def _joined(rows: np.ndarray, s: int) -> np.ndarray:
+    rows = rows.copy()
+    rows[s] += rows[s + 1]
+    return np.delete(rows, s + 1, axis=0)
+
+
+def _cut(rows: np.ndarray, s: int) -> np.ndarray:
+    half = rows[s] // 2
+    rows = np.insert(rows, s, half, axis=0)
+    rows[s + 1] -= half
+    return rows
