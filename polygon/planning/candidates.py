@@ -14,7 +14,7 @@ from polygon.cost.money import Bill
 from polygon.domain.plan import Plan
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates, even_parts
-from polygon.planning.neighbourhood import near
+from polygon.planning.neighbourhood import near, with_idle
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, value_of
 from polygon.planning.problem_arrays import Bank, Setting
 from solvers.allocation import AllocationProblem, AllocationSpace
@@ -23,12 +23,12 @@ from solvers.problem import SearchProblem
 MOST_STRUCTURES = 3000
 NEW_STAGE = 0.1
 """Of small steps: how often a stage more is offered to the workers that move."""
-LISTED = 0.5
-"""Of exact steps: how often the next best of all one change away is taken."""
-MOST_NEAR, NEAR_CELLS = 1000, 80_000
-"""Of these, how many are looked at, and how many times classes of workers."""
-EMPLOYED = 0.5
+LISTED, MOST_NEAR = 0.5, 1000
+"""Of exact steps: how often the next best of all one change away is taken, and how many of these are looked at."""
+JOINING = 0.5
 """Of changes of a degree: how often idle devices join in."""
+MOST_LISTED = 200
+"""Classes of workers up to which either is done: of more such a list takes as long as many steps."""
 RUNNER_UP = 0.08
 """Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
 DIGITS = 9
@@ -153,8 +153,7 @@ class Candidates(SearchProblem[Allocation]):
         if kind < 0.18 and len(self.degrees) > 1:
             cp, ep = self.degrees[rng.integers(len(self.degrees))]
             other = replace(x, cp=cp, ep=ep)
-            used = np.flatnonzero(x.workers.any(axis=0))
-            return other.with_workers(self._employ(other, used, rng)) if rng.random() < EMPLOYED else other
+            return other.with_workers(with_idle(other, self.space, rng)) if self._joins(rng) else other
         if kind < 0.34:
             return x.with_workers(self._restructure(x, rng))
         if kind < 0.48:
@@ -169,10 +168,7 @@ class Candidates(SearchProblem[Allocation]):
         settings = [(self.sizes[i], x.cp, x.ep) for i in (at - 1, at + 1) if 0 <= i < len(self.sizes)]
         settings += [(x.micro_batch_size, *how) for how in self.degrees if how != (x.cp, x.ep)]
 
-        def employ(other: Allocation) -> np.ndarray:
-            return self._employ(other, np.flatnonzero(other.workers.any(axis=0)), rng)
-
-        return near(x, self.space, settings, self._rates(x.micro_batch_size), employ, rng)
+        return near(x, self.space, settings, self._rates(x.micro_batch_size), rng)
 
     def _small_step(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """A random move of some workers among the stages that there are, and at times a new one somewhere."""
@@ -209,7 +205,7 @@ class Candidates(SearchProblem[Allocation]):
         tp = degrees[int(rng.integers(len(degrees)))]
         if used and rng.random() < 0.6:
             result = self._change_degree(result, columns, tp)
-            return self._employ(x.with_workers(result), columns, rng) if rng.random() < EMPLOYED else result
+            return with_idle(x.with_workers(result), self.space, rng, columns) if self._joins(rng) else result
         result[:, columns] = 0
         if rng.random() < 0.5 and len(rows) > 1:
             rows = rows[[int(rng.integers(len(rows)))]]
@@ -260,16 +256,9 @@ class Candidates(SearchProblem[Allocation]):
             result[:, target] = devices // tp
         return result
 
-    def _employ(self, x: Allocation, columns: Sequence[int] | np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Idle devices of some classes join the workers of their class, as evenly as may be: one degree leaves over
-        what another can use, and no plan is better for a change of degrees alone."""
-        result = x.workers.copy()
-        for c in rng.permutation(columns).tolist():
-            (rows,) = result[:, c].nonzero()
-            free = self.space.free(result)[self.space.pool[c]] // (self.space.units[c] * x.cp)
-            if len(rows) and free > 0:
-                result[rows, c] += x.cp * even_parts(int(free), len(rows), int(rng.integers(len(rows))))
-        return result
+    def _joins(self, rng: np.random.Generator) -> bool:
+        """Whether idle devices join in where a degree changes."""
+        return self.space.classes <= MOST_LISTED and rng.random() < JOINING
 
     def _restructure(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
         """Split a stage into two, merge two neighbours, move a stage to another place, or halve all widths."""
@@ -334,7 +323,7 @@ class ExactCandidates(Candidates):
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """The best by the fluid objective of a few steps away, or the next best of all one change away: exact values
         are dear, most steps are bad."""
-        if rng.random() < LISTED:
+        if self.space.classes <= MOST_LISTED and rng.random() < LISTED:
             listed = self._listed(x, rng)
             while listed:
                 y = listed.pop()
@@ -349,9 +338,8 @@ class ExactCandidates(Candidates):
     def _listed(self, x: Allocation, rng: np.random.Generator) -> list[Allocation]:
         """What is one change away and not yet taken, the best by the fluid objective last."""
         if self._near[0] != x.key:
-            most = min(MOST_NEAR, NEAR_CELLS // self.space.classes)
             found: dict[str, tuple[float, Allocation]] = {f"{self.decoder.value(x):.{DIGITS}g}": (math.inf, x)}
-            for y in itertools.islice(self.neighbours(x, rng), most):
+            for y in itertools.islice(self.neighbours(x, rng), MOST_NEAR):
                 value = self.decoder.value(y)
                 found.setdefault(f"{value:.{DIGITS}g}", (value, y))  # one plan, whoever is idle beside it
             order = sorted((entry for entry in found.values() if entry[0] < math.inf), key=lambda entry: -entry[0])

@@ -7,13 +7,14 @@ six hundred, and a step that helps is often one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from polygon.planning.decode import Allocation
+from polygon.planning.initial_solutions import even_parts
 from solvers.allocation import AllocationSpace
 
 MOST_CLASSES = 48
@@ -30,7 +31,6 @@ def near(
     space: AllocationSpace,
     settings: Settings,
     rates: np.ndarray,
-    employ: Callable[[Allocation], np.ndarray],
     rng: np.random.Generator,
 ) -> Iterator[Allocation]:
     """Allocations of one change each.
@@ -41,8 +41,6 @@ def near(
         That may take the place of the allocation's own.
     rates : ndarray, shape (classes,)
         Micro-batches per second of one worker in a block.
-    employ : callable
-        The workers of an allocation with idle devices of the classes that it uses.
     """
     rows, cp = x.stages, x.cp
     idle = space.free(x.workers)[space.pool] // (space.units * cp) * cp
@@ -70,21 +68,41 @@ def near(
                 as_quick = here * rates[c] / rates[d] / cp
                 counts = {min(max(1, round(part * as_quick)) * cp, int(idle[d])) for part in PARTS}
                 edits += [partial(_replaced, s=s, c=c, d=d, count=n) for n in counts]
-    others = [*edits, *settings]
-    for i in rng.permutation(len(others)).tolist():
-        if i < len(edits):
-            changed = edits[i](rows)
+    used = sorted(set(space.pool[rows.any(axis=0)].tolist()))
+    degrees = [
+        partial(_at_degree, space=space, pools=pools, degree=degree, cp=cp)
+        for pools in [used, *([p] for p in used if len(used) > 1)]
+        for degree in sorted(set(space.units[np.isin(space.pool, pools)].tolist()))
+    ]
+    for i in rng.permutation(len(edits) + len(degrees) + len(settings)).tolist():
+        if i < len(edits) + len(degrees):
+            changed = edits[i](rows) if i < len(edits) else degrees[i - len(edits)](rows)
             changed = changed[changed.any(axis=1)]
-            if 0 < len(changed) <= space.groups:
-                workers = np.zeros((space.groups, space.classes), dtype=np.int64)
-                workers[: len(changed)] = changed
-                yield x.with_workers(workers)
+            if not 0 < len(changed) <= space.groups:
+                continue
+            workers = np.zeros((space.groups, space.classes), dtype=np.int64)
+            workers[: len(changed)] = changed
+            other = x.with_workers(workers)
         else:
-            size, other_cp, ep = settings[i - len(edits)]
+            size, other_cp, ep = settings[i - len(edits) - len(degrees)]
             other = replace(x, micro_batch_size=size, cp=other_cp, ep=ep)
-            yield other
-            if (other_cp, ep) != (x.cp, x.ep):
-                yield other.with_workers(employ(other))
+        yield other
+        if i >= len(edits) and other.micro_batch_size == x.micro_batch_size:
+            yield other.with_workers(with_idle(other, space, rng))
+
+
+def with_idle(
+    x: Allocation, space: AllocationSpace, rng: np.random.Generator, classes: Sequence[int] | None = None
+) -> np.ndarray:
+    """The workers of an allocation, and idle devices of some classes (None: all) beside others of their class, as
+    evenly as may be: one degree leaves over what another can use, so that no change of it alone may help."""
+    workers = x.workers.copy()
+    used = np.flatnonzero(workers.any(axis=0))
+    for c in rng.permutation(used if classes is None else np.intersect1d(used, classes)).tolist():
+        (stages,) = workers[:, c].nonzero()
+        free = int(space.free(workers)[space.pool[c]]) // (int(space.units[c]) * x.cp)
+        workers[stages, c] += x.cp * even_parts(free, len(stages), int(rng.integers(len(stages))))
+    return workers
 
 
 def _of_stages(count: int, room: bool) -> list[Callable[[np.ndarray], np.ndarray]]:
@@ -123,6 +141,19 @@ def _replaced(rows: np.ndarray, s: int, c: int, d: int, count: int) -> np.ndarra
     rows = rows.copy()
     rows[s, c] = 0
     rows[s, d] += count
+    return rows
+
+
+def _at_degree(rows: np.ndarray, space: AllocationSpace, pools: list[int], degree: int, cp: int) -> np.ndarray:
+    """The same devices of some pools in the same stages at a tensor-parallel degree, where they can have it."""
+    rows = rows.copy()
+    for p in pools:
+        (same,) = np.nonzero(space.pool == p)
+        target = same[space.units[same] == degree]
+        if len(target):
+            devices = rows[:, same] @ space.units[same]
+            rows[:, same] = 0
+            rows[:, target[0]] = devices // (degree * cp) * cp
     return rows
 
 

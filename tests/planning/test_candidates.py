@@ -17,6 +17,7 @@ from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates
 from polygon.planning.link_compression import without_inside
+from polygon.planning.neighbourhood import with_idle
 from polygon.planning.objectives import MONEY
 from polygon.planning.polish import with_wide_spans
 from polygon.planning.problem_arrays import Setting
@@ -156,18 +157,19 @@ def test_another_degree_keeps_the_devices(decoder):
 
 
 def test_idle_devices_join_workers_of_their_class(decoder):
-    """As evenly as may be, in whole workers of a sequence's parts, and only those of the classes that are asked for."""
-    found, rng = Candidates(decoder, 4), np.random.default_rng(0)
+    """As evenly as may be, and in whole workers of a sequence's parts."""
+    space = Candidates(decoder, 4).space
 
-    def joined(x, columns):
-        return found._employ(x, columns, rng)[:2, :4].tolist()
+    def joined(x, classes=None):
+        return with_idle(x, space, np.random.default_rng(0), classes)[:2, :4].tolist()
 
-    assert joined(allocation([1, 0, 0, 1], [1, 0, 0, 0]), [0]) == [[2, 0, 0, 1], [2, 0, 0, 0]]
-    assert joined(allocation([1, 0, 0, 1], [1, 0, 0, 0]), [3, 0]) == [[2, 0, 0, 4], [2, 0, 0, 0]]
-    assert joined(allocation([0, 1], [1, 0]), [1]) == [[0, 1, 0, 0], [1, 0, 0, 0]]  # one is left, of two each
-    assert joined(replace(allocation([2, 0, 0, 0], [0, 0, 0, 2]), cp=2), [0]) == [[4, 0, 0, 0], [0, 0, 0, 2]]
-    assert joined(replace(allocation([1, 1]), cp=2), [0]) == [[1, 1, 0, 0], [0, 0, 0, 0]]
-    assert joined(allocation([4, 0, 0, 0], [0, 0, 0, 1]), [0]) == [[4, 0, 0, 0], [0, 0, 0, 1]]
+    assert joined(allocation([1, 0, 0, 0], [1, 0, 0, 0])) == [[2, 0, 0, 0], [2, 0, 0, 0]]
+    assert joined(allocation([1, 0, 0, 1], [1, 0, 0, 0])) == [[2, 0, 0, 4], [2, 0, 0, 0]]
+    assert joined(allocation([1, 0, 0, 1], [1, 0, 0, 0]), [0, 1]) == [[2, 0, 0, 1], [2, 0, 0, 0]]
+    assert joined(allocation([0, 1], [0, 0])) == [[0, 2, 0, 0], [0, 0, 0, 0]]
+    assert joined(replace(allocation([2, 0, 0, 0], [0, 0, 0, 2]), cp=2)) == [[4, 0, 0, 0], [0, 0, 0, 4]]
+    assert joined(replace(allocation([0, 1]), cp=2)) == [[0, 1, 0, 0], [0, 0, 0, 0]]
+    assert joined(allocation([4, 0, 0, 0], [0, 0, 0, 3])) == [[4, 0, 0, 0], [0, 0, 0, 4]]
 
 
 def test_a_change_of_degrees_leaves_idle_devices_or_takes_them(decoder):
@@ -396,6 +398,8 @@ def test_all_neighbours_are_allocations_of_one_change(decoder):
         [[2, 0, 0, 0], [0, 0, 0, 3]],  # one at another place
         [[0, 1, 0, 1], [0, 0, 0, 2]],  # another degree
         [[0, 2, 0, 1], [0, 0, 0, 2]],  # and all that stand by
+        [[0, 1, 0, 0, 0], [0, 0, 0, 0, 1]],  # of all pools, in all stages
+        [[2, 0, 0, 0, 0], [0, 0, 0, 0, 1]],  # of one pool, in all stages
         [[0, 0, 0, 2], [2, 0, 0, 1]],  # stages exchanged
         [[2, 0, 0, 3], [0, 0, 0, 0]],  # joined
         [[2, 0, 0, 1], [0, 0, 0, 0]],  # left out
@@ -414,10 +418,11 @@ def test_an_exact_step_is_the_next_best_neighbour_half_of_the_time(decoder):
     """The best by the fluid objective of all one change away, then the second best, none of them twice."""
     exact = ExactCandidates(decoder, 4)
     x = allocation([2, 0, 0, 1], [1, 0, 0, 2])
-    listed = [y for y in exact.neighbours(x, np.random.default_rng(0)) if decoder.value(y) < math.inf]
-    order = sorted({float(f"{decoder.value(y):.9g}") for y in listed} - {float(f"{decoder.value(x):.9g}")})
-    taken = exact._listed(x, np.random.default_rng(1))
-    assert [float(f"{decoder.value(y):.9g}") for y in reversed(taken)] == order
+    near = [decoder.value(y) for y in exact.neighbours(x, np.random.default_rng(0))]
+    own, least = (float(f"{value:.9g}") for value in (decoder.value(x), min(near)))
+    order = [float(f"{decoder.value(y):.9g}") for y in reversed(exact._listed(x, np.random.default_rng(1)))]
+    assert order == sorted(set(order)) and len(order) > 20 and own not in order
+    assert order[0] == least < own
     rng, met = np.random.default_rng(2), []
     for _ in range(12):
         y = exact.neighbour(x, rng)
