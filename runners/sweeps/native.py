@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -396,14 +396,18 @@ class _NoStructure(Candidates):
 
 
 class _NoPools(Candidates):
-    def _whole_pools(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return self.space.neighbour(workers, rng)
+    def _whole_pools(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
+        return self.space.neighbour(x.workers, rng)
 
 
 class _NoSettings(Candidates):
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """The same setting."""
         return replace(super().neighbour(x, rng), micro_batch_size=x.micro_batch_size, cp=x.cp, ep=x.ep)
+
+    def neighbours(self, x: Allocation, rng: np.random.Generator) -> Iterator[Allocation]:
+        """Those of the same setting."""
+        return (y for y in super().neighbours(x, rng) if y.setting == x.setting)
 
 
 WITHOUT: dict[str, type[Candidates]] = {
