@@ -4,8 +4,9 @@ all moves there are."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from solvers.population import Search, Solver
 
@@ -27,6 +28,22 @@ def descend(search: Search[S], x: S, value: float, patience: int) -> tuple[S, fl
     return x, value
 
 
+def _from_each(search: Search[S], started: list[tuple[float, S]], descent: Callable[[S, float], object]) -> None:
+    """Descend from all that are given and feasible, a round each."""
+    for value, x in started:
+        if math.isfinite(value):
+            descent(x, value)
+            search.round()
+
+
+def _from_random(search: Search[S], descent: Callable[[S, float], object]) -> NoReturn:
+    """Descend from one random solution after another, until the search ends it."""
+    while True:
+        x = search.problem.random(search.rng)
+        descent(x, search.evaluate(x))
+        search.round()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarts(Solver):
     """Descent from one random solution after another."""
@@ -36,14 +53,8 @@ class Restarts(Solver):
 
     def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
         """See `Solver.explore`."""
-        for value, x in started:
-            if math.isfinite(value):
-                descend(search, x, value, self.patience)
-                search.round()
-        while True:
-            x = search.problem.random(search.rng)
-            descend(search, x, search.evaluate(x), self.patience)
-            search.round()
+        _from_each(search, started, lambda x, value: descend(search, x, value, self.patience))
+        return _from_random(search, lambda x, value: descend(search, x, value, self.patience))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +66,9 @@ class Descents(Solver):
 
     def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
         """See `Solver.explore`."""
-        for value, x in started:
-            if math.isfinite(value):
-                self._descend(search, x, value)
-        while not started:
-            x = search.problem.random(search.rng)
-            self._descend(search, x, search.evaluate(x))
+        if not started:
+            return _from_random(search, lambda x, value: self._descend(search, x, value))
+        _from_each(search, started, lambda x, value: self._descend(search, x, value))
         return False
 
     def _descend(self, search: Search[S], x: S, value: float) -> None:
@@ -74,7 +82,6 @@ class Descents(Solver):
                 if (y_value := search.evaluate(y)) < value:
                     x, value, better = y, y_value, True
                     break
-        search.round()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
