@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.bounds import hold
+from polygon.bounds import stage_bound
 from polygon.bounds.least_traffic import LeastTraffic
 from polygon.bounds.lower_bound import lower_bound
 from polygon.bounds.pipeline_bound import PipelineBound
@@ -210,6 +211,24 @@ def test_kernel_is_its_python(problem, slack):
     for most_stages, further, weight in ((3, True, 0.0), (3, False, 0.5), (1, False, 0.0)):
         arguments = pipeline, slack * bound, most_stages, 10 * size.capacity, further, weight
         assert least_capacity(*arguments) == pytest.approx(least_capacity.py_func(*arguments))
+
+
+@settings(max_examples=cases(10), deadline=None)
+@given(problem=problems(), slack=st.floats(0.7, 1.5))
+def test_ways_left_early_are_none_that_end(problem, slack):
+    """What layers behind a stage need at least changes no answer, of stages and of interleaved groups."""
+    tables = CostTables(problem)
+    kinds = Kinds.of(tables)
+    size = SizeWork(tables, kinds, tables.micro_batch_sizes[0])
+    bound = PipelineBound(size, LeastTraffic(tables, kinds, 1))
+    grouped = [bound._groups(2, 0)[0]] if len(size.layer_work[size.run]) > 1 else []
+    for pipeline, weights in ((bound.pipeline, (0.0,)), *((of, (0.0, 0.3)) for of in grouped)):
+        for most_stages, further, weight in ((3, True, weights[-1]), (3, False, weights[0])):
+            arguments = pipeline, slack * lower_bound(tables).seconds, most_stages, size.capacity, further, weight
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(stage_bound, "rest_capacity", lambda *_: 0.0)
+                whole = least_capacity.py_func(*arguments)
+            assert least_capacity(*arguments) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("blocks", [36, 46])
