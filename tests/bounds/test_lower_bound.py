@@ -222,13 +222,16 @@ def test_ways_left_early_are_none_that_end(problem, slack):
     size = SizeWork(tables, kinds, tables.micro_batch_sizes[0])
     bound = PipelineBound(size, LeastTraffic(tables, kinds, 1))
     grouped = [bound._groups(2, 0)[0]] if len(size.layer_work[size.run]) > 1 else []
-    for pipeline, weights in ((bound.pipeline, (0.0,)), *((of, (0.0, 0.3)) for of in grouped)):
-        for most_stages, further, weight in ((3, True, weights[-1]), (3, False, weights[0])):
-            arguments = pipeline, slack * lower_bound(tables).seconds, most_stages, size.capacity, further, weight
+    for pipeline in (bound.pipeline, *grouped):
+        for most_stages, further in ((3, True), (3, False)):
+            arguments = pipeline, slack * lower_bound(tables).seconds, most_stages
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(stage_bound, "rest_capacity", lambda *_: 0.0)
-                whole = least_capacity.py_func(*arguments)
-            assert least_capacity(*arguments) == pytest.approx(whole)
+                least = least_capacity.py_func(*arguments, 10 * size.capacity, further, 0.0)
+            # With no more than that, and not with less.
+            assert least_capacity(*arguments, 10 * size.capacity, further, 0.0) == pytest.approx(least)
+            if least < np.inf:
+                assert least_capacity(*arguments, least * (1 + 1e-7), further, 0.0) <= least * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("blocks", [36, 46])
