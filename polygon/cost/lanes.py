@@ -36,6 +36,7 @@ from polygon.cost.step_times import (
 )
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, price_messages
+from polygon.domain.cluster import Pool
 from polygon.domain.errors import require
 from polygon.domain.plan import Plan, Stage
 from polygon.domain.schedule import interleaved_actions, interleaved_units
@@ -126,12 +127,18 @@ class LaneEstimate:
 
 
 class Lanes:
-    """Prices uniform splits of one problem, whose cluster has one pool; keeps what many of them have in common."""
+    """Prices uniform splits of one problem on the devices of a pool; keeps what many of them have in common.
 
-    def __init__(self, tables: CostTables) -> None:
-        pools = len(tables.problem.cluster.pools)
-        require(pools == 1, "pools", pools, "one for uniform splits")
-        self.tables = tables
+    Raises
+    ------
+    InputError
+        Where the cluster has several pools and none is named.
+    """
+
+    def __init__(self, tables: CostTables, pool: Pool | None = None) -> None:
+        pools = tables.problem.cluster.pools
+        require(pool is not None or len(pools) == 1, "pools", len(pools), "one for uniform splits")
+        self.tables, self.pool = tables, pool or pools[0]
         self.overlap: Overlap = overlap_of(tables.problem.runtime, tables.problem.batch)
         self._known: dict[Hashable, Any] = {}
         self._latest: tuple[ParallelConfig, Round] | None = None
@@ -178,7 +185,7 @@ class Lanes:
         if self._latest is None or self._latest[0] != bare:
             problem = self.tables.problem
             batch = replace(problem.batch, global_batch=config.dp * config.micro_batch_size)
-            plan = uniform_plan(replace(problem, batch=batch), bare)
+            plan = uniform_plan(replace(problem, batch=batch), bare, self.pool)
             place = self.tables.placement(plan)
             messages = price_messages(
                 plan, problem.model, problem.batch, self.tables.links, place, problem.runtime, in_step=True
@@ -224,7 +231,7 @@ class Lanes:
         return self._executions[options]
 
     def _priced(self, first: Round, config: ParallelConfig, sequence: bool) -> Execution:
-        plan, tables = first.plan, self.tables
+        plan, tables, pool = first.plan, self.tables, self.pool.index
         plan = replace(
             plan,
             stages=tuple(
@@ -244,7 +251,7 @@ class Lanes:
         how = (
             config.tp, config.cp, config.ep, plan.micro_batch_size, config.recompute, config.recompute_blocks, sequence
         )  # fmt: skip
-        times = tables.times(0, config.tp, plan.micro_batch_size, config.recompute, config.cp, config.ep, sequence)
+        times = tables.times(pool, config.tp, plan.micro_batch_size, config.recompute, config.cp, config.ep, sequence)
         held_by = tables.memory(
             config.tp, plan.micro_batch_size, config.recompute, config.cp, config.ep, sequence
         ).layers.parameters
@@ -254,13 +261,13 @@ class Lanes:
         for s in range(stages):
             seconds[s] = self._once(
                 ("seconds", made[s], *how, config.zero, shards, near[s]),
-                partial(stage_seconds, plan, tables, s, pool=0, tp=config.tp, shards=shards, place=first.place),
+                partial(stage_seconds, plan, tables, s, pool=pool, tp=config.tp, shards=shards, place=first.place),
             )
         for group in range(groups):
             parts = plan.stages[group::groups]
             together = tuple(made[group::groups])
             passing_s = partial(
-                tables.passing_s, pool=0, tp=config.tp, cp=config.cp, micro_batch_size=plan.micro_batch_size
+                tables.passing_s, pool=pool, tp=config.tp, cp=config.cp, micro_batch_size=plan.micro_batch_size
             )
             sent.append(sum(passing_s(part)[2] for part in parts))
             rows.append(self._once(("rows", together, *how), partial(group_rows, plan, tables, group, config.tp)))
@@ -288,7 +295,7 @@ class Lanes:
             sums[:, group] = cost.streamed_s, cost.last_s, cost.gather_s
             # Under ZeRO a device's optimizer works on its own part.
             own = (held + (config.ep - 1) * spread) / shards if config.zero else held
-            updates[group] = self._once(("update", own), partial(tables.update_s, 0, own))
+            updates[group] = self._once(("update", own), partial(tables.update_s, pool, own))
         return Execution(
             plan=plan,
             forward_s=seconds[:, 0].copy(),
@@ -437,7 +444,7 @@ class Lanes:
             held = np.minimum(count * config.chunks, np.array(units)) / config.chunks
         peak = memory_of(tuple(how.rows), config.zero, self.tables, in_flight=held, shards=config.shard_width)
         problem = self.tables.problem
-        if problem.runtime.by_layer and problem.cluster.pools[0].device.is_cpu and config.dp * config.cp > 1:
+        if problem.runtime.by_layer and self.pool.device.is_cpu and config.dp * config.cp > 1:
             # Of one region: a version of its others (`polygon.cost.stage_reduction.room_of_sums`).
             each = problem.batch.gradient_bytes
             held_rows = how.rows[:2].T.tolist()

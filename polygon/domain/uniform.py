@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from polygon.domain.cluster import Pool
 from polygon.domain.errors import fault, require
 from polygon.domain.message import Message
 from polygon.domain.model import Model
@@ -98,8 +100,8 @@ def stage_bounds(model: Model, config: ParallelConfig) -> list[int]:
     return cuts
 
 
-def uniform_plan(problem: Problem, config: ParallelConfig) -> Plan:
-    """The plan of a uniform split on the first devices of a cluster.
+def uniform_plan(problem: Problem, config: ParallelConfig, pool: Pool | None = None) -> Plan:
+    """The plan of a uniform split on the first devices of a cluster, or of one of its pools.
 
     Raises
     ------
@@ -124,7 +126,7 @@ def uniform_plan(problem: Problem, config: ParallelConfig) -> Plan:
     bounds = stage_bounds(problem.model, config)
     if any(a >= b for a, b in pairwise(bounds)):
         raise fault("pp", config.pp, Message("expected.at_most_stages", most=problem.model.blocks))
-    workers = _workers(problem, config)
+    workers = _workers((pool,) if pool else problem.cluster.pools, config)
     made = tuple(
         Stage(
             first_layer=bounds[s],
@@ -149,11 +151,11 @@ def uniform_plan(problem: Problem, config: ParallelConfig) -> Plan:
     )
 
 
-def _workers(problem: Problem, config: ParallelConfig) -> list[Worker]:
+def _workers(pools: Iterable[Pool], config: ParallelConfig) -> list[Worker]:
     """The workers in the order of their devices; none on devices of two pools."""
     size = config.tp * config.cp
     workers = []
-    for pool in problem.cluster.pools:
+    for pool in pools:
         starts = range(pool.first_device, pool.first_device + pool.devices - size + 1, size)
         workers += [Worker(pool=pool.index, devices=tuple(range(a, a + size)), cp=config.cp) for a in starts]
     wanted = config.dp * config.pp

@@ -307,7 +307,7 @@ def _found(
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
     decoder.warm_up()
-    begun, candidates = _begin_once(decoder, groups, known, effort, clock, tell, begins_with)
+    begun, candidates = _begin_once(decoder, groups, known, effort, clock, tell, begins_with, uniform=in_parts)
     # A large cluster takes long to evaluate: of it fewer allocations are.
     most = min(effort.fluid_evaluations, MOST_CELLS // candidates.space.classes)
     effort = replace(effort, fluid_evaluations=most)
@@ -455,9 +455,12 @@ def _begin_once(
     clock: Clock,
     tell: Tell | None,
     begins_with: Sequence[Allocation] = (),
+    *,
+    uniform: bool = True,
 ) -> tuple[_Begun, Candidates]:
-    """`_begin`, once for all searches of a problem that begin alike: there is no chance in it, unless time ends it."""
-    most_rows = min(effort.fluid_evaluations, CYCLE) // 3 if len(decoder.problem.cluster.pools) == 1 else 0
+    """`_begin`, once for all searches of a problem that begin alike, with uniform splits or without: there is no chance
+    in it, unless time ends it."""
+    most_rows = min(effort.fluid_evaluations, CYCLE) // 3 if uniform else 0
     if begins_with:
         candidates = Candidates(decoder, most_stages(decoder.problem))
         return _begin(decoder, candidates, groups, known, most_rows, clock, tell, begins_with), candidates
@@ -563,7 +566,10 @@ def _begin(
             decoder, [starts[i] for value, i in sorted(ranked)[:MOST_CLOSED] if math.isfinite(value)]
         )
         rank(plain)
-        uniform = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=lambda: clock.left_s(0.5))[:2]
+        if most_rows:
+            uniform = uniform_starts(
+                decoder, rows, most_rows=most_rows, seconds_left=lambda: clock.left_s(0.5), known=best
+            )[:2]
     except KeyboardInterrupt:
         interrupted = True
     # A large cluster's are gigabytes: they are needed to say why none of them is a plan.

@@ -3,86 +3,109 @@
 On equal nodes a plain split is hard to beat, and some of what it says (chunks, sequences cut into short pieces) no
 allocation does. First every split, number of chunks, few micro-batch sizes and expert degrees under few memory options;
 then, of the best splits, all memory options and the next micro-batch sizes, again and again while that helps, and all
-numbers of chunks.
+numbers of chunks. Where devices differ, those of one pool may still be the best, in chunks: other splits of a pool
+the relaxation knows.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
+from polygon.cost.estimate import memory_of
 from polygon.cost.lanes import Lanes
+from polygon.cost.memory import stage_rows
+from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Pool
 from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError
-from polygon.domain.plan import RECOMPUTE, Plan
+from polygon.domain.plan import RECOMPUTE, Plan, Problem
+from polygon.domain.schedule import interleaved_units
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.grid3d.splits import EVERYTHING, all_splits, configurations, interleave_fits, split_fault
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.initial_solutions import block_rates
 
 MEMORY = ((1, "none"), (1, "full"), (3, "none"), (3, "full"))
 """ZeRO stage and recomputation of the first round."""
-MOST_SIZES, MOST_EXPERT_DEGREES = 8, 4
-"""Micro-batch sizes and expert degrees of a split in the first round, spread over all that divide."""
+MOST_SIZES, MOST_EXPERT_DEGREES, MOST_CHUNKS = 8, 4, 3
+"""Micro-batch sizes, expert degrees and numbers of chunks of a split at first, spread over all that divide."""
 KEPT = 40
 """Splits that go into the second round; of these a quarter is looked at again where micro-batch sizes still move."""
 ROUNDS = 4
 """Times that the next micro-batch sizes are looked at."""
 SIMULATED = 6
 """Plans that are simulated exactly."""
+WORTH = 1.05
+"""Times the best so far that a split computes at most: in other sizes and memory options it may be better."""
+MOST_POOLS = 3
+"""Pools of which, one at a time, splits are looked at."""
 
 
 def uniform_starts(
-    decoder: Decoder, rows: int, *, most_rows: int, seconds_left: Callable[[], float]
+    decoder: Decoder, rows: int, *, most_rows: int, seconds_left: Callable[[], float], known: float = math.inf
 ) -> list[tuple[float, Plan, Allocation]]:
-    """The best uniform plans of a problem whose devices are one pool, fastest first: value, plan and allocation.
+    """The best uniform plans of a problem on one pool each, fastest first: value, plan and allocation.
+
+    Of several pools those that compute most are looked at, for splits with chunks alone.
 
     Parameters
     ----------
     rows : int
         Of an allocation: the most stages.
     most_rows : int
-        Configurations that are priced in a round; of more in the first a part is drawn, always the same.
+        Configurations of a pool that are priced in a round, of more those that compute the shortest.
     seconds_left : callable
         Pricing ends when this falls to 0.
+    known : float
+        Value of what is known; what cannot come near it is left out.
     """
+    found = []
+    for pool in _pools(decoder, known):
+        found += _of_pool(decoder, pool, rows, most_rows, seconds_left, known)
+    return sorted(found, key=lambda entry: entry[0])[:SIMULATED]
+
+
+def _pools(decoder: Decoder, known: float) -> list[Pool]:
+    """The one pool there is; of several the fastest ones, unless the step would take longer than what is known."""
+    problem = decoder.problem
+    pools = [problem.cluster.pools[p] for p in decoder.columns]
+    if len(problem.cluster.pools) == 1:
+        return pools
+    least_s = {pool.index: math.inf for pool in pools}
+    for size in decoder.tables.micro_batch_sizes:
+        taken_s = problem.batch.global_batch / size * problem.model.blocks / block_rates(decoder, size)
+        for (p, tp), s in zip(decoder.classes, taken_s.tolist(), strict=True):
+            least_s[p] = min(least_s[p], s * tp / problem.cluster.pools[p].devices)
+    most_s = known if decoder.by_time else math.inf
+    pools = [pool for pool in pools if pool.devices > 1 and least_s[pool.index] < most_s]
+    return sorted(pools, key=lambda pool: least_s[pool.index])[:MOST_POOLS]
+
+
+def _of_pool(
+    decoder: Decoder, pool: Pool, rows: int, most_rows: int, seconds_left: Callable[[], float], known: float
+) -> list[tuple[float, Plan, Allocation]]:
+    """The best few uniform plans of a pool's devices."""
     problem, tables = decoder.problem, decoder.tables
-    if len(problem.cluster.pools) != 1 or not decoder.classes:
-        return []
-    usable, lanes = float(tables.limit_bytes[0]), Lanes(tables)
-
-    def priced(configs: Iterable[ParallelConfig]) -> list[tuple[float, ParallelConfig]]:
-        found = []
-        for config in configs:
-            if seconds_left() <= 0:
-                break
-            estimate = lanes.estimate(config)
-            if estimate.peak_bytes <= usable and math.isfinite(estimate.step_s):
-                found.append((estimate.step_s, config))
-        return sorted(found, key=lambda entry: entry[0])
-
-    first = list(_first_round(decoder))
-    if len(first) > most_rows:
-        first = [first[i] for i in np.sort(np.random.default_rng(0).permutation(len(first))[:most_rows])]
-    best, seen = priced(first), set(first)
+    alone = len(problem.cluster.pools) == 1
+    splits = _Splits(tables, pool, most_rows, seconds_left, known if decoder.by_time else math.inf)
+    splits.price(_first_round(problem, pool, chunked=not alone))
     for again in range(ROUNDS):
-        kept = _different(best, KEPT if not again else KEPT // 4)
-        more = [c for config in kept for c in _options(decoder, config) if c not in seen]
-        if not more:
+        kept = _different(splits.best(), KEPT if not again else KEPT // 4)
+        if not splits.price(other for config in kept for other in _options(problem, config)):
             break
-        more = more[:most_rows]
-        seen |= set(more)
-        best = sorted([*best, *priced(more)], key=lambda entry: entry[0])
     result = []
-    for _, config in best[: 4 * SIMULATED]:
+    for config in splits.best()[: 4 * SIMULATED]:
         try:
-            plan = uniform_plan(problem, config)
+            plan = uniform_plan(problem, config, pool)
         except InputError:  # more workers than the nodes have room for
             continue
-        column = next((c for c, (_, tp) in enumerate(decoder.classes) if tp == config.tp), None)
+        column = next((c for c, found in enumerate(decoder.classes) if found == (pool.index, config.tp)), None)
         if column is None or config.pp > rows or violations(problem, plan, tables):
             continue
         workers = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
@@ -91,15 +114,78 @@ def uniform_starts(
         result.append((decoder.plan_value(plan), plan, x))
         if len(result) == SIMULATED:
             break
-    return sorted(result, key=lambda entry: entry[0])
+    return result
 
 
-def _first_round(decoder: Decoder) -> Iterator[ParallelConfig]:
-    """Every split with few micro-batch sizes and memory options."""
-    problem = decoder.problem
-    pool = problem.cluster.pools[0]
+class _Splits:
+    """Uniform splits of a pool and what they take; only what may be among the best is priced."""
+
+    def __init__(
+        self, tables: CostTables, pool: Pool, most_rows: int, seconds_left: Callable[[], float], known_s: float
+    ) -> None:
+        self.tables, self.pool, self.most_rows, self.seconds_left = tables, pool, most_rows, seconds_left
+        self.lanes, self.usable = Lanes(tables, pool), float(tables.limit_bytes[pool.index])
+        self.step_s: dict[ParallelConfig, float] = {}
+        """Of those looked at; inf where they do not fit."""
+        self.best_s = known_s
+
+    def best(self) -> list[ParallelConfig]:
+        """Those that fit, the fastest first."""
+        return sorted((c for c, s in self.step_s.items() if math.isfinite(s)), key=self.step_s.__getitem__)
+
+    def price(self, configs: Iterable[ParallelConfig]) -> bool:
+        """Price those that may be among the best, no more than so many; whether any was."""
+        families: dict[ParallelConfig, list[tuple[float, ParallelConfig]]] = {}
+        for config in configs:
+            least_s = self._least_s(config)
+            if least_s <= WORTH * self.best_s and config not in self.step_s:
+                families.setdefault(_without_memory_options(config), []).append((least_s, config))
+        # Those that differ in memory options alone have much in common; first those whose fastest is.
+        for members in families.values():
+            members.sort(key=lambda entry: entry[0])
+        priced = 0
+        for least_s, config in itertools.chain(*sorted(families.values(), key=lambda members: members[0][0])):
+            if self.seconds_left() <= 0 or priced == self.most_rows:
+                break
+            if least_s > WORTH * self.best_s:
+                continue
+            self.step_s[config] = math.inf
+            if self._least_bytes(config) <= self.usable:
+                estimate, priced = self.lanes.estimate(config), priced + 1
+                if estimate.peak_bytes <= self.usable:
+                    self.step_s[config] = estimate.step_s
+                    self.best_s = min(self.best_s, estimate.step_s)
+        return priced > 0
+
+    def _least_s(self, config: ParallelConfig) -> float:
+        """Seconds that its devices compute, and wait while the first micro-batch comes and the last one goes."""
+        tables, how = self.tables, (config.recompute, config.cp, config.ep, config.sequence_parallel)
+        times = tables.times(self.pool.index, config.tp, config.micro_batch_size, *how, accumulates=False)
+        whole_s = float(times.forward_s[-1] + times.backward_s[-1])
+        return whole_s / config.pp * (self._count(config) + (config.pp - 1) / config.chunks)
+
+    def _least_bytes(self, config: ParallelConfig) -> float:
+        """What a device of the first stage needs for its part of the blocks."""
+        tables, how = self.tables, (config.recompute, config.cp, config.ep, config.sequence_parallel)
+        layers = tables.memory(config.tp, config.micro_batch_size, *how).layers
+        rows = stage_rows(layers, 0, 1 + tables.problem.model.blocks // config.pp)
+        units = min(self._count(config) * config.chunks, interleaved_units(config.pp, config.chunks, 0))
+        held = units / config.chunks
+        return memory_of(rows, config.zero, tables, in_flight=held, shards=config.shard_width).total_bytes
+
+    def _count(self, config: ParallelConfig) -> int:
+        """Micro-batches of a replica."""
+        return self.tables.problem.batch.global_batch // (config.dp * config.micro_batch_size)
+
+
+def _first_round(problem: Problem, pool: Pool, *, chunked: bool) -> Iterator[ParallelConfig]:
+    """Every split of a pool with few numbers of chunks, more than one where it has to be `chunked`, few micro-batch
+    sizes and memory options."""
     for split in all_splits(pool.devices, None):
         if split_fault(split, problem.model, problem.batch, pool.devices_per_node):
+            continue
+        chunks = divisors(problem.model.blocks // split.pp)[1:] if split.pp > 1 else []
+        if chunked and not chunks:
             continue
         degrees = [ep for ep in divisors(split.dp * split.cp) if ep == 1 or not (problem.model.experts or 1) % ep]
         options = replace(
@@ -109,6 +195,7 @@ def _first_round(decoder: Decoder) -> Iterator[ParallelConfig]:
             zero=(1,),
             recompute=("none",),
             schedule=("1f1b",),
+            interleave=_spread(chunks, MOST_CHUNKS) if chunked else EVERYTHING.interleave,
             sequence_parallel=(True,),
         )
         for config, fault in configurations(split, problem.model, problem.batch, options):
@@ -123,21 +210,25 @@ def _spread(values: list[int], most: int) -> tuple[int, ...]:
     return tuple(sorted({values[i] for i in places}))
 
 
-def _different(priced: list[tuple[float, ParallelConfig]], most: int) -> list[ParallelConfig]:
-    """The best few that differ in more than micro-batch size and memory options."""
+def _different(best: list[ParallelConfig], most: int) -> list[ParallelConfig]:
+    """The first few that differ in more than micro-batch size and memory options."""
     kept: dict[ParallelConfig, ParallelConfig] = {}
-    for _, config in priced:
-        split = replace(config, micro_batch_size=1, zero=0, recompute="none", sequence_parallel=False)
-        kept.setdefault(split, config)
+    for config in best:
+        kept.setdefault(replace(_without_memory_options(config), micro_batch_size=1), config)
         if len(kept) == most:
             break
     return list(kept.values())
 
 
-def _options(decoder: Decoder, config: ParallelConfig) -> Iterator[ParallelConfig]:
+def _without_memory_options(config: ParallelConfig) -> ParallelConfig:
+    """Of several configurations the one that they differ from in memory options alone."""
+    return replace(config, zero=0, recompute="none", sequence_parallel=False)
+
+
+def _options(problem: Problem, config: ParallelConfig) -> Iterator[ParallelConfig]:
     """A configuration under every memory option, in its micro-batch size and the next ones; or in other chunks."""
-    model = decoder.problem.model
-    sizes = divisors(decoder.problem.batch.global_batch // config.dp)
+    model = problem.model
+    sizes = divisors(problem.batch.global_batch // config.dp)
     at = sizes.index(config.micro_batch_size)
     pipelined = config.pp > 1 and config.schedule == "1f1b"
     for chunks in divisors(model.blocks // config.pp) if pipelined else ():

@@ -172,6 +172,22 @@ def test_a_lane_is_what_its_plan_is(split: tuple[Problem, ParallelConfig]):
     )
 
 
+@settings(deadline=None, max_examples=cases(40))
+@given(split=splits())
+def test_a_pool_among_others_is_priced_as_alone(split: tuple[Problem, ParallelConfig]):
+    """Lanes on a pool take what they would if its devices were all; their plan is on these."""
+    asked, config = split
+    (region,) = asked.cluster.regions
+    several = replace(region, node_groups=(replace(region.node_groups[0], nodes=1), *region.node_groups))
+    among = replace(asked, cluster=replace(asked.cluster, regions=(several,)))
+    tables, pool = CostTables(among), among.cluster.pools[1]
+    plan, found, alone = uniform_plan(among, config, pool), Lanes(tables, pool).estimate(config), lane(asked, config)
+    assert {worker.pool for worker in plan.workers} == {1}
+    assert found.step_s == pytest.approx(alone.step_s, rel=1e-9)
+    assert found.step_s == pytest.approx(step_times(plan, tables).step_s, rel=1e-9)
+    assert found.peak_bytes == pytest.approx(alone.peak_bytes, rel=1e-9)
+
+
 @settings(deadline=None, max_examples=cases(60))
 @given(config=configs, factor=st.floats(1, 10))
 def test_a_faster_network_is_never_slower(config: ParallelConfig, factor: float):
@@ -206,7 +222,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 def test_more_pools_than_one_are_refused():
-    """Lanes are all alike, so that their devices have to be."""
+    """Lanes are all alike, so that their devices have to be, unless a pool is named."""
     asked = problem()
     (region,) = asked.cluster.regions
     two = replace(asked.cluster, regions=(replace(region, node_groups=2 * region.node_groups),))
