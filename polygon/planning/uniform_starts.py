@@ -41,10 +41,11 @@ ROUNDS = 4
 """Times that the next micro-batch sizes are looked at."""
 SIMULATED = 6
 """Plans that are simulated exactly."""
-WORTH = 1.05
+WORTH = 1.02
 """Times the best so far that a split computes at most: in other sizes and memory options it may be better."""
-MOST_POOLS = 3
-"""Pools of which, one at a time, splits are looked at."""
+MOST_POOLS, FEWER_ROWS = 3, 4
+"""Of several pools those of which, one at a time, splits are looked at, and the part of the rows, one in so many, that
+each gets: a hundred led to the same plans as all."""
 
 
 def uniform_starts(
@@ -59,7 +60,7 @@ def uniform_starts(
     rows : int
         Of an allocation: the most stages.
     most_rows : int
-        Configurations of a pool that are priced in a round, of more those that compute the shortest.
+        Configurations that are priced in a round, of more those that compute the shortest; fewer of a pool of several.
     seconds_left : callable
         Pricing ends when this falls to 0.
     known : float
@@ -93,7 +94,13 @@ def _of_pool(
     """The best few uniform plans of a pool's devices."""
     problem, tables = decoder.problem, decoder.tables
     alone = len(problem.cluster.pools) == 1
-    splits = _Splits(tables, pool, most_rows, seconds_left, known if decoder.by_time else math.inf)
+    splits = _Splits(
+        tables,
+        pool,
+        most_rows if alone else most_rows // FEWER_ROWS,
+        seconds_left,
+        known if decoder.by_time else math.inf,
+    )
     splits.price(_first_round(problem, pool, chunked=not alone))
     for again in range(ROUNDS):
         kept = _different(splits.best(), KEPT if not again else KEPT // 4)

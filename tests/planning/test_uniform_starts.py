@@ -56,7 +56,7 @@ def wide(*groups):
 
 
 def test_where_devices_differ_a_pool_alone_in_chunks_is_a_start():
-    """The search is no slower than the grid of the fastest devices, though no allocation says that it is interleaved."""
+    """The search is no slower than the grid of the fastest devices, though no allocation says it is interleaved."""
     mixed, fast = wide(("t4", 1, 4), ("a100-40gb", 1, 4)), wide(("a100-40gb", 1, 4))
     grid = find_grid_plan(fast, options=EVERYTHING, tries=4, jobs=1)
     starts = starts_of(mixed)
