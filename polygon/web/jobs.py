@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from polygon.messages.report import seconds
 from polygon.planning.alternatives import Explainer
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.frontier import FrontPoint, find_front
+from polygon.planning.search_engine import Effort
 from polygon.planning.what_ifs import sensitivities
 from polygon.web.store import Store, StoredJob
 
@@ -65,6 +66,12 @@ def problem_of(data: Any) -> Problem:
         with located("model: "):
             data = data | {"model": model_data(catalogue.model(data["model"]))}
     return problem_from_spec(check(ProblemSpec, data))
+
+
+def _effort(request: Mapping[str, Any]) -> Effort:
+    """How long to search: the limit is the search's alone. The bound is worked out for who looks at the plan."""
+    limit_s = min(float(request.get("time_limit_s", MOST_SECONDS)), MOST_SECONDS)
+    return replace(EFFORTS[request.get("effort", "quick")], time_limit_s=limit_s)
 
 
 class BusyError(Exception):
@@ -190,9 +197,8 @@ class Jobs:
 
         result = planner.Problem.of(problem_of(request["problem"])).search(
             objective=objective,
-            effort=request.get("effort", "quick"),
+            effort=_effort(request),
             seed=int(request.get("seed", 0)),
-            time_limit_s=min(float(request.get("time_limit_s", MOST_SECONDS)), MOST_SECONDS),
             progress=tell,
         )
         if self._closing.is_set():
@@ -232,9 +238,8 @@ class Jobs:
                 )  # fmt: skip
             return format_json({"points": points})
 
-        effort = replace(EFFORTS[request.get("effort", "quick")], time_limit_s=MOST_SECONDS)
         found, collection = find_front(
-            problem.data, int(request.get("seed", 0)), effort=effort, tell=tell, tables=problem.tables,
+            problem.data, int(request.get("seed", 0)), effort=_effort(request), tell=tell, tables=problem.tables,
             met=lambda points: self.store.keep(job, points_of(points)),
         )  # fmt: skip
         if self._closing.is_set():

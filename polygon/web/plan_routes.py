@@ -190,24 +190,27 @@ def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> No
 
     @app.get("/api/v1/plans/{job}", responses=RESPONSES, response_model=dict[str, Any])
     async def plan_file(job: JobId) -> Any:
-        """The plan file: as it was brought, or of a search here as the command line writes it."""
+        """The plan file: as it was brought, or of a search or a change here as the command line writes it."""
         text, row = await run_in_threadpool(lambda: (store.result(job), store.get(job)))
         if text is None or row is None:
             raise HTTPException(404, Message("missing.plan"))
-        if "problem" in row.request and "parent" not in row.request and not row.is_front:
+        if row.kind in ("search", "variant"):
             return await asked.answered(job, "file", "en")
         return Response(text, media_type="application/json")
 
     @app.post("/api/v1/plans/{job}/variants", status_code=201, responses=RESPONSES, response_model=responses.Job)
     def keep_variant(job: JobId, request: VariantRequest, language: Asked, http: Request) -> Any:
-        """Keep the plan with changes as a plan of its own, which can be opened, shared and deployed."""
+        """Keep the plan with changes as a plan of its own, which can be opened, shared and deployed.
+
+        What takes longer than a price, its bound, the processes that price add to the file for who asks.
+        """
         it = asked.load(job)
         changes = own_changes(it, request.changes)
         problem, plan, _, times = timed(it.problem, it.plan, changes, it.tables)
         own = plans.Plan(planner.Problem.of(problem), plan)
         said = changes.model_dump(exclude_defaults=True)
         request_data = {"name": request.name, "parent": job, "changes": said, "user": http.state.user}
-        text = format_json(plan_data(problem, plan, own.to_dict()))
+        text = format_json(plan_data(problem, plan, own.to_dict(brief=True)))
         row = store.get(store.add(request_data, "done", text, note=seconds(float(times.step_s))))
         assert row is not None
         return in_language(row.to_dict(), language)

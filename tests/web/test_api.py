@@ -517,6 +517,10 @@ def test_a_variant_is_a_plan_of_its_own(server, wide_plan):
         for key in ("step_s", "cost_usd", "tokens_per_s"):
             assert own[key] == pytest.approx(priced[key], rel=1e-9)
         assert server.request("GET", f"/api/v1/plans/{row['id']}/exports/torchrun")[0] == 200
+    said = server.request("GET", f"/api/v1/plans/{row['id']}")[2]["estimate"]
+    shown = server.request("POST", f"/api/v1/plans/{row['id']}/view", {})[2]["estimate"]
+    assert said["lower_bound_s"] == pytest.approx(shown["lower_bound_s"])
+    assert said["lower_bound_s"] * (1 + said["gap"]) == pytest.approx(said["step_s"])
 
 
 def test_a_plan_knows_what_it_was_asked_for_and_what_it_is_called(server):
