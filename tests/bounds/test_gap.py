@@ -13,14 +13,14 @@ from polygon.commands import evaluate
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.formats import files
-from tests.exported_plans import wide
+from tests.exported_plans import planned
 
 KEYS = ("lower_bound_s", "lower_bounds_s", "bound_by", "gap")
 
 
 def test_a_gap_is_the_part_by_which_a_step_is_above_its_bound(tmp_path, capsys):
     """lower_bound_s (1 + gap) = step_s, in the data of an estimate and in what `polygon evaluate --json` prints."""
-    problem, plan = wide()
+    problem, plan = planned()
     tables = CostTables(problem)
     data = estimate_data(estimate(problem, plan, tables), lower_bound(tables))
     assert data["lower_bound_s"] * (1 + data["gap"]) == pytest.approx(data["step_s"])
