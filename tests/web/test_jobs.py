@@ -9,6 +9,7 @@ pytest.importorskip("fastapi", reason="the web application's libraries are not i
 
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message, say
+from polygon.planning import search_engine
 from polygon.web.jobs import JobProgress, Jobs, problem_of
 from polygon.web.language import in_language
 from polygon.web.store import Store, StoredJob
@@ -50,6 +51,29 @@ def test_why_there_is_no_plan_is_kept_as_a_message(store):
     assert row.error.kind == "reason.too_large" and row.error["lacking_bytes"] > 2**30
     for language in ("en", "zh"):
         assert in_language(row.to_dict(), language)["error"] == say(row.error, language)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_a_plan_waits_for_no_bound_and_a_search_keeps_to_its_limit(store, monkeypatch, front):
+    """Whoever looks at it asks for the bound; until then there is a plan without."""
+    limits = []
+    searched = search_engine.find_plan
+
+    def find_plan(*args, **options):
+        limits.append(options["effort"].time_limit_s)
+        return searched(*args, **options)
+
+    monkeypatch.setattr("polygon.planning.frontier.find_plan", find_plan)
+    monkeypatch.setattr("polygon.api.planner.lower_bound", lambda *args, **options: pytest.fail("a bound"))
+    small = TOO_LARGE | {"model": "opt-350m"}
+    jobs = Jobs(store)
+    try:
+        row = ended(store, jobs.start({"problem": small, "effort": "quick", "time_limit_s": 30.0, "front": front}))
+    finally:
+        jobs.close()
+    assert (row.state, row.error) == ("done", "")
+    assert limits and all(limit <= 30 for limit in limits)
+    assert '"lower_bound_s"' not in (store.result(row.id) or "{}")
 
 
 def test_a_search_that_is_stopped_does_not_say_that_nothing_fits(store, monkeypatch):
