@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from polygon.cost.compute import model_flops_per_step
 from polygon.cost.estimate import memory_of
 from polygon.cost.lanes import Lanes
 from polygon.cost.memory import stage_rows
@@ -43,9 +44,9 @@ SIMULATED = 6
 """Plans that are simulated exactly."""
 WORTH = 1.02
 """Times the best so far that a split computes at most: in other sizes and memory options it may be better."""
-MOST_POOLS, FEWER_ROWS = 3, 4
-"""Of several pools those of which, one at a time, splits are looked at, and the part of the rows, one in so many, that
-each gets: a hundred led to the same plans as all."""
+MOST_BY_SHEET, MOST_POOLS, FEWER_ROWS = 12, 3, 4
+"""Of several pools those that are fast by their data sheets, those of which, one at a time, splits are looked at, and
+the part of the rows, one in so many, that each gets: a hundred led to the same plans as all."""
 
 
 def uniform_starts(
@@ -74,18 +75,23 @@ def uniform_starts(
 
 def _pools(decoder: Decoder, known: float) -> list[Pool]:
     """The one pool there is; of several the fastest ones, unless the step would take longer than what is known."""
-    problem = decoder.problem
+    problem, batch = decoder.problem, decoder.problem.batch
     pools = [problem.cluster.pools[p] for p in decoder.columns]
     if len(problem.cluster.pools) == 1:
         return pools
-    least_s = {pool.index: math.inf for pool in pools}
-    for size in decoder.tables.micro_batch_sizes:
-        taken_s = problem.batch.global_batch / size * problem.model.blocks / block_rates(decoder, size)
-        for (p, tp), s in zip(decoder.classes, taken_s.tolist(), strict=True):
-            least_s[p] = min(least_s[p], s * tp / problem.cluster.pools[p].devices)
-    most_s = known if decoder.by_time else math.inf
-    pools = [pool for pool in pools if pool.devices > 1 and least_s[pool.index] < most_s]
-    return sorted(pools, key=lambda pool: least_s[pool.index])[:MOST_POOLS]
+    most_s, flops = known if decoder.by_time else math.inf, model_flops_per_step(problem.model, batch)
+    # First by data sheets alone: of hundreds of pools few may be left, if any, and rates take long to work out.
+    least_s = [flops / (pool.devices * pool.device.peak_flops(batch.precision)) for pool in pools]
+    order = sorted(zip(least_s, range(len(pools)), strict=True))
+    likely = [pools[i] for s, i in order if s < most_s and pools[i].devices > 1][:MOST_BY_SHEET]
+    taken_s = {pool.index: math.inf for pool in likely}
+    for size in decoder.tables.micro_batch_sizes if likely else ():
+        computed_s = batch.global_batch / size * problem.model.blocks / block_rates(decoder, size)
+        for (p, tp), s in zip(decoder.classes, computed_s.tolist(), strict=True):
+            if p in taken_s:
+                taken_s[p] = min(taken_s[p], s * tp / problem.cluster.pools[p].devices)
+    fastest = sorted(likely, key=lambda pool: taken_s[pool.index])[:MOST_POOLS]
+    return [pool for pool in fastest if taken_s[pool.index] < most_s]
 
 
 def _of_pool(
@@ -143,7 +149,7 @@ class _Splits:
     def price(self, configs: Iterable[ParallelConfig]) -> bool:
         """Price those that may be among the best, no more than so many; whether any was."""
         families: dict[ParallelConfig, list[tuple[float, ParallelConfig]]] = {}
-        for config in configs:
+        for config in itertools.takewhile(lambda _: self.seconds_left() > 0, configs):
             least_s = self._least_s(config)
             if least_s <= WORTH * self.best_s and config not in self.step_s:
                 families.setdefault(_without_memory_options(config), []).append((least_s, config))
