@@ -423,7 +423,7 @@ def narrow_starts(
     if sum(decoder.problem.cluster.pools[p].devices for p in decoder.columns) > MOST_BESIDE:
         return []
     rates = block_rates(decoder, decoder.tables.micro_batch_sizes[0])
-    speed, power = _speed_and_power(decoder, rates)
+    speed, power = speed_and_power(decoder, rates)
     region = decoder.tables.links.region
     alone = [
         sorted((p for p in speed if region[p] == r), key=lambda p: -speed[p])
@@ -527,7 +527,7 @@ def _one_and_others(chain: list[int], column: dict[int, int], decoder: Decoder, 
 def _windows(decoder: Decoder, rates: np.ndarray) -> Iterator[list[int]]:
     """Pools of a strong region and of those next to it, and of these the ones at least half as fast as the fastest."""
     region = decoder.tables.links.region
-    speed, power = _speed_and_power(decoder, rates)
+    speed, power = speed_and_power(decoder, rates)
     apart, seen = far_apart(decoder), set[frozenset[int]]()
     for centre, width in itertools.product(np.argsort(-power, kind="stable")[:MOST_CENTRES].tolist(), WINDOWS):
         away = np.where(power > 0, apart[centre], np.inf)
@@ -541,7 +541,7 @@ def _windows(decoder: Decoder, rates: np.ndarray) -> Iterator[list[int]]:
                 yield members
 
 
-def _speed_and_power(decoder: Decoder, rates: np.ndarray) -> tuple[dict[int, float], np.ndarray]:
+def speed_and_power(decoder: Decoder, rates: np.ndarray) -> tuple[dict[int, float], np.ndarray]:
     """Micro-batches per second of a device of each pool at its best degree, and of all of each region."""
     pools, region = decoder.problem.cluster.pools, decoder.tables.links.region
     speed: dict[int, float] = {}

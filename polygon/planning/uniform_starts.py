@@ -30,7 +30,7 @@ from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.grid3d.splits import EVERYTHING, all_splits, configurations, interleave_fits, split_fault
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.initial_solutions import block_rates
+from polygon.planning.initial_solutions import block_rates, speed_and_power
 
 MEMORY = ((1, "none"), (1, "full"), (3, "none"), (3, "full"))
 """ZeRO stage and recomputation of the first round."""
@@ -84,14 +84,12 @@ def _pools(decoder: Decoder, known: float) -> list[Pool]:
     least_s = [flops / (pool.devices * pool.device.peak_flops(batch.precision)) for pool in pools]
     order = sorted(zip(least_s, range(len(pools)), strict=True))
     likely = [pools[i] for s, i in order if s < most_s and pools[i].devices > 1][:MOST_BY_SHEET]
-    taken_s = {pool.index: math.inf for pool in likely}
-    for size in decoder.tables.micro_batch_sizes if likely else ():
-        computed_s = batch.global_batch / size * problem.model.blocks / block_rates(decoder, size)
-        for (p, tp), s in zip(decoder.classes, computed_s.tolist(), strict=True):
-            if p in taken_s:
-                taken_s[p] = min(taken_s[p], s * tp / problem.cluster.pools[p].devices)
-    fastest = sorted(likely, key=lambda pool: taken_s[pool.index])[:MOST_POOLS]
-    return [pool for pool in fastest if taken_s[pool.index] < most_s]
+    sizes = decoder.tables.micro_batch_sizes if likely else ()
+    speeds = [(size, speed_and_power(decoder, block_rates(decoder, size))[0]) for size in sizes]
+    # Sequences a second through one block.
+    sequences = {p.index: max(size * speed[p.index] for size, speed in speeds) * p.devices for p in likely}
+    fastest = sorted(likely, key=lambda pool: -sequences[pool.index])[:MOST_POOLS]
+    return [p for p in fastest if batch.global_batch * problem.model.blocks < most_s * sequences[p.index]]
 
 
 def _of_pool(
