@@ -1,10 +1,11 @@
 """How far the plans found lie from the best that any seed or effort found, and CPU seconds of a search.
 
     python benchmarks/seed_spread.py [--seeds 2] [--efforts quick,thorough] [--instances ptafm-7dc,aws-regions] \
-        [--tasks gpt3-13b:128:2048] [--drawn 20 --first 0]
+        [--tasks gpt3-13b:128:2048] [--drawn 20 --first 0 [--tight]]
 
 Every cluster of `instances/` with every task: model, sequences of a step, tokens of a sequence; or drawn clusters, of
-up to eight regions and 128 devices, with a task each. Kernels are compiled before.
+up to eight regions and 128 devices, with a task each: any, or (`--tight`) models of which all devices together hold the
+states less than twice. Kernels are compiled before.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ MODELS = (
     "gpt3-1.3b", "gpt3-2.7b", "gpt3-6.7b", "llama2-7b", "gpt3-13b", "qwen3-30b-a3b", "mixtral-8x7b", "llama3-8b"
 )  # fmt: skip
 """Of drawn problems."""
+LARGE_MODELS = (
+    "gpt3-6.7b", "llama2-7b", "gpt3-13b", "llama2-13b", "qwen3-30b-a3b", "mixtral-8x7b", "llama3-8b", "llama3-70b",
+    "llama2-70b", "gpt3-2.7b",
+)  # fmt: skip
+TIGHT, STATE_BYTES = (0.95, 1.9), 18
+"""Of tight problems: memory of all devices over states of so many bytes a parameter."""
 TASKS = "gpt3-6.7b:64:1024,gpt3-13b:128:2048,gpt3-1.3b:512:2048"
 
 
@@ -58,6 +65,31 @@ def drawn_problem(number: int) -> tuple[str, Problem] | None:
     return what, Problem(cluster, model, Batch(global_batch=sequences, seq_len=tokens))
 
 
+def tight_problem(number: int) -> tuple[str, Problem] | None:
+    """A drawn cluster with the model that fills it most, and what it is; None where none of `LARGE_MODELS` does."""
+    rng = np.random.default_rng(77_000 + number)
+    regions, types = int(rng.choice([1, 2, 3, 4, 6, 8])), int(rng.integers(1, 5))
+    devices = max(int(rng.choice([4, 8, 12, 16, 24, 32, 48, 64])), 2 * regions)
+    tokens, sequences = int(rng.choice([1024, 2048, 4096])), int(rng.choice([32, 64, 128, 256]))
+    found: list[tuple[float, str, Problem]] = []
+    try:
+        cluster = generate(regions, types, devices, np.random.default_rng(number))
+    except InputError:
+        return None
+    for model in LARGE_MODELS:
+        own = min(tokens, 2048) if model.startswith("gpt3") else tokens
+        problem = Problem(Cluster(cluster), model, Batch(global_batch=sequences, seq_len=own))
+        tables = problem.tables
+        held = float(tables.limit_bytes @ np.array([pool.devices for pool in tables.problem.cluster.pools]))
+        part = held / (STATE_BYTES * tables.problem.model.parameters)
+        if TIGHT[0] < part < TIGHT[1]:
+            found.append((part, f"{model}:{sequences}:{own}, {part:.2f} of its states", problem))
+    if not found:
+        return None
+    _, task, problem = min(found, key=lambda entry: entry[0])
+    return f"{number}: {regions} regions, {types} types, {devices} devices, {task}", problem
+
+
 def steps_of(problem: Problem, effort: str, seeds: int) -> tuple[list[float], float]:
     """Step time by seed [s], and CPU seconds of a search."""
     began_s = time.process_time()
@@ -75,13 +107,15 @@ def main() -> int:
     parser.add_argument("--tasks", default=TASKS, metavar="MODEL:SEQUENCES:TOKENS,...")
     parser.add_argument("--drawn", type=int, metavar="N", help="so many drawn problems in place of these")
     parser.add_argument("--first", type=int, default=0, help="number of the first of them")
+    parser.add_argument("--tight", action="store_true", help="drawn problems with models that barely fit")
     args = parser.parse_args()
     efforts = args.efforts.split(",")
     pairs = [(instance, task) for instance in args.instances.split(",") for task in args.tasks.split(",")]
     named = ((f"{instance} {task}", problem_of(instance, task)) for instance, task in pairs)
     if args.drawn is not None:
         numbers = range(args.first, args.first + args.drawn)
-        named = (pair for number in numbers if (pair := drawn_problem(number)) is not None)
+        draw = tight_problem if args.tight else drawn_problem
+        named = (pair for number in numbers if (pair := draw(number)) is not None)
     over: dict[str, list[float]] = {effort: [] for effort in efforts}
     cpu_s: dict[str, list[float]] = {effort: [] for effort in efforts}
     for name, problem in named:

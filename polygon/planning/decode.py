@@ -187,6 +187,17 @@ class Decoder:
         bank = self.bank(allocation.setting)
         return fluid_step_s(bank, allocation.workers, *_out(rows), self._work(rows), BEST)
 
+    def left_over(self, allocation: Allocation) -> float:
+        """Layers of an allocation that memory has no room for, 0 if it holds all; inf where it is no plan otherwise."""
+        allocation = self.legal(allocation)
+        rows = allocation.workers.shape[0]
+        bounds, options, out = _out(rows)
+        work = self._work(rows)
+        value, why = fluid_step_s(self.bank(allocation.setting), allocation.workers, bounds, options, out, work, FIRST)
+        if why == NO_MEMORY:
+            return float(out[1])
+        return 0.0 if math.isfinite(value) else math.inf
+
     @property
     def by_time(self) -> bool:
         """Whether the search minimises the time of the step and nothing else."""

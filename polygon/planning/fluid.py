@@ -46,6 +46,7 @@ from polygon.planning.layer_split import (
     held_parameters,
     in_flight_estimate,
     kinds_makespan_s,
+    layers_left_over,
     part_at_end,
     split_layers,
     split_layers_under_way,
@@ -245,7 +246,8 @@ def fluid_step_s(
     bounds, options : ndarray of int64, shape (rows + 1,), (3, rows)
         Out: the layer split and the memory options (`polygon.planning.problem_arrays.RECOMPUTED` and on).
     stages_out : ndarray of int64, shape (3,)
-        Out: number of stages, whether regions keep their share along the stages (`lock_shares`), and the local steps.
+        Out: number of stages, whether regions keep their share along the stages (`lock_shares`), and the local steps;
+        where memory is short, in place of the second what `layers_left_over` counts.
     work : Work
         Of `work_for` the rows of x.
     cut : int
@@ -288,6 +290,7 @@ def fluid_step_s(
             for s in range(n):
                 take_turn(stages, s)
     if makespan == np.inf:
+        stages_out[1] = layers_left_over(bank, stages, n)
         return np.inf, NO_MEMORY
     value = _value_s(bank, work, x, n, bounds, options, stages_out)
     if value == np.inf:

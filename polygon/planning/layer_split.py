@@ -481,6 +481,17 @@ def split_layers(
 
 
 @inner
+def layers_left_over(bank: Bank, stages: Stages, n: int) -> int:
+    """Layers that n stages have no room for if each holds as many as it can, and stages that hold none."""
+    layers, at, empty = bank.parameters.shape[1] - 1, 0, 0
+    for s in range(n):
+        end = _extend(bank, stages, s, at, layers - (n - 1 - s), np.inf, at + 1)[0]
+        empty += 1 if end <= at else 0
+        at = max(at, end)
+    return int(layers - at + empty)
+
+
+@inner
 def split_layers_under_way(
     bank: Bank,
     stages: Stages,

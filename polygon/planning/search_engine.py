@@ -18,6 +18,7 @@ from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import RUNNER_UP, Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
+from polygon.planning.fitted_starts import Fitted, fitted, in_setting
 from polygon.planning.fluid import FIRST, SECOND, THIRD
 from polygon.planning.initial_solutions import (
     FARTHEST,
@@ -74,6 +75,15 @@ DESCENTS, DESCENDING = 8, 0.2
 that these take at most."""
 LATE = 30
 """Moves for which walks of the second race may be worse."""
+
+MOST_TRIED, MOST_FITTING, FITS = 400, 6_000, 6
+"""Where memory holds no start: starts from which one that it holds is looked for, allocations that are looked at for it
+in every setting, and how many are enough."""
+LARGER = 0.25, 1_000
+"""Part of all evaluations, and of them at most, in which something is looked for that memory holds in larger
+micro-batches than any start."""
+SETTLING, MOST_SETTLING = 200, 800
+"""Moves without gain, and moves, by which such a one is improved before it is held against those in smaller ones."""
 
 PARTS, MOST_OF_REGIONS = 3, 0.75
 """Sets of regions in each of which a short search is made, and the part of all regions that such a set is at most."""
@@ -173,7 +183,7 @@ def find_groups(
     best: tuple[float, np.ndarray, int] | None = None
     budget = max(400, effort.fluid_evaluations // (2 * len(counts)))
     last_reason: Message | None = None
-    interrupted = False
+    said: Message | None = None
     try:
         for i, count in enumerate(counts):
             size = _likely_size(decoder, count)
@@ -194,7 +204,13 @@ def find_groups(
     except KeyboardInterrupt:
         if best is None:
             raise
-        interrupted = True
+        said = Message("reason.interrupted")
+    solver = "ants"
+    if best is None and last_reason is not None:
+        grouping, last_reason = _any_grouping(decoder, stages, rng, effort, last_reason)
+        if grouping is not None:
+            solver, said = "walks", Message("reason.barely_fits")
+            best = decoder.value(grouping), grouping.workers, grouping.micro_batch_size
     if best is None:
         return None, last_reason or Message("reason.no_grouping")
     value, x, size = best
@@ -216,8 +232,23 @@ def find_groups(
             "micro_batch_size": size,
             "model": "fluid",
         },
-        solver="ants",
-    ), Message("reason.interrupted") if interrupted else None
+        solver=solver,
+    ), said
+
+
+def _any_grouping(
+    decoder: Decoder, stages: int | None, rng: np.random.Generator, effort: Effort, reason: Message
+) -> tuple[Allocation | None, Message]:
+    """Groups that memory holds where it holds nothing that ants judge, of so many `stages` if that is given; None, and
+    why, if no walk comes to any (the `reason` given, unless more is known)."""
+    size, most = decoder.tables.micro_batch_sizes[0], stages or most_stages(decoder.problem)
+    starts = [Allocation(workers=x, micro_batch_size=size) for x in simple_starts(decoder, most, size)]
+    if not starts or memory_missing(decoder) > 0:
+        return None, reason
+    found = fitted(decoder, most, starts, rng, _limit(MOST_FITTING, MOST_FITTING, effort.time_limit_s))
+    if found.allocation is None or found.left_over > 0:
+        return None, _why_not(decoder, [], found)
+    return found.allocation if stages in (None, len(found.allocation.stages)) else None, reason
 
 
 def _likely_size(decoder: Decoder, stages: int) -> int:
@@ -313,7 +344,7 @@ def _found(
     effort = replace(effort, fluid_evaluations=most)
     simple = candidates.elite
 
-    met, interrupted = _explore(candidates, rng, effort, begun, clock, tell)
+    met, interrupted, nearest = _explore(candidates, rng, effort, begun, clock, tell)
     evaluations = met + begun.looked_at
 
     def ended(
@@ -325,7 +356,7 @@ def _found(
         )  # fmt: skip
 
     if not candidates.elite and not begun.uniform:
-        return ended(None, math.inf, (), reason=_why_not(decoder, begun.tried))
+        return ended(None, math.inf, (), reason=_why_not(decoder, begun.tried, nearest))
     count = 6 if interrupted else effort.exact_evaluations
     told = phase_of(None if interrupted else tell, EXACT)
 
@@ -376,17 +407,22 @@ def _explore(
     begun: _Begun,
     clock: Clock,
     tell: Tell | None,
-) -> tuple[int, bool]:
-    """Search on the fluid objective from the starts: `candidates` keeps what is good; evaluations, and whether broken.
+) -> tuple[int, bool, Fitted | None]:
+    """Search on the fluid objective from the starts: `candidates` keeps what is good; evaluations, whether broken, and
+    what is nearest to a plan where memory holds none.
 
     The best of different structures race, and the genetic search goes on from what has come of them: which of the
     starts lead on shows after some moves, not before them. The other half of the evaluations go to a race of walks that
     accept late. Many evaluations are several such `CYCLE`s, each of which ends with descents through all neighbours.
     """
     if begun.interrupted:
-        return 0, True
+        return 0, True, None
+    try:
+        made, nearest = _fit(candidates, begun.tried, rng, effort, clock)
+    except KeyboardInterrupt:
+        return 0, True, None
     cycles = max(1, round(effort.fluid_evaluations / CYCLE))
-    made, each = 0, effort.fluid_evaluations // cycles
+    each = effort.fluid_evaluations // cycles
     descents = int(DESCENDING * each) if each >= CYCLE else 0
     walks, fewest, _ = _race((each - descents) // 2, LATE)
     late = (each - descents) // 2 if fewest else 0
@@ -404,8 +440,55 @@ def _explore(
         result = solver.solve(candidates, rng, stop, start=starts, callback=callback)
         made += result.evaluations
         if result.stopped_by == "interrupt":
-            return made, True
-    return made, False
+            return made, True, nearest
+    return made, False, nearest
+
+
+def _fit(
+    candidates: Candidates, tried: Sequence[Allocation], rng: np.random.Generator, effort: Effort, clock: Clock
+) -> tuple[int, Fitted | None]:
+    """Value allocations that memory holds where no start is one: in the smallest micro-batches if none of those `tried`
+    is a plan, then in larger ones than any start's while these are better.
+
+    How many were looked at, and the nearest to a plan where there is none. An interrupt is raised.
+    """
+    decoder, made = candidates.decoder, 0
+
+    def looked(starts: list[Allocation], most: int) -> Fitted:
+        nonlocal made
+        stop = _limit(most, most, max(0.0, clock.left_s(0.5)))
+        found = fitted(decoder, candidates.space.groups, starts, rng, stop)
+        made += found.looked_at
+        if found.allocation is not None and found.left_over == 0:
+            candidates.evaluate(found.allocation)
+        return found
+
+    nearest: list[Fitted] = []
+    if tried and not candidates.elite and memory_missing(decoder) <= 0:
+        some = tried[:: -(-len(tried) // MOST_TRIED)]
+        for degree in candidates.degrees:
+            until = made + MOST_FITTING
+            for _ in range(FITS):
+                if made < until and (not nearest or nearest[-1].left_over == 0):
+                    nearest.append(looked(in_setting(some, candidates.sizes[0], degree), until - made))
+    while candidates.elite:
+        best, largest = candidates.elite[0], max(x.micro_batch_size for x in candidates.different)
+        larger = [size for size in candidates.sizes if size > largest]
+        if best.micro_batch_size < largest or not larger:
+            break
+        alike = [x for x in candidates.different if x.micro_batch_size == largest and x.setting == best.setting]
+        starts = in_setting(alike[:RACERS], larger[0], (best.cp, best.ep))
+        found = looked(starts, min(int(LARGER[0] * effort.fluid_evaluations), LARGER[1]))
+        if found.allocation is None or found.left_over > 0:
+            break
+        stop = _limit(MOST_SETTLING, SETTLING, max(0.0, clock.left_s(0.5)))
+        settled = Restarts(patience=SETTLING).solve(candidates, rng, stop, start=[found.allocation])
+        made += settled.evaluations
+        if settled.stopped_by == "interrupt":
+            raise KeyboardInterrupt
+        if candidates.elite[0].micro_batch_size == largest:
+            break
+    return made, min(nearest, key=lambda found: found.left_over, default=None)
 
 
 _Phase = tuple[Solver, int, int]
@@ -833,11 +916,13 @@ def _starts(
     yield from itertools.islice(kind_sequences(decoder, rows, sizes, MOST_OF_LENGTH), MOST_SEQUENCES)
 
 
-def _why_not(decoder: Decoder, tried: list[Allocation]) -> Message:
+def _why_not(decoder: Decoder, tried: list[Allocation], nearest: Fitted | None = None) -> Message:
     """The least of what stands in the way of a plan."""
-    missing = memory_missing(decoder)
+    missing, layers = memory_missing(decoder), decoder.problem.model.layers
     if missing > 0:
         return Message("reason.too_large", model=decoder.problem.model.name, lacking_bytes=missing)
+    if nearest is not None and 0 < nearest.left_over <= layers:
+        return Message("reason.left_over", left=int(nearest.left_over), layers=layers, ways=nearest.looked_at)
     outcomes = [decoder.decode(x) for x in tried]
     reasons = [outcome.reason for outcome in outcomes if isinstance(outcome, Infeasible)]
     lacking = [reason for reason in reasons if reason.kind == "reason.lacks_memory"]

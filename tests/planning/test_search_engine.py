@@ -449,7 +449,7 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
     effort = Effort(fluid_evaluations=evaluations, patience=evaluations)
     clock = Clock()
     begun = engine._begin(decoder, candidates, None, [], 0, clock)
-    taken, _ = engine._explore(candidates, np.random.default_rng(0), effort, begun, clock, None)
+    taken, *_ = engine._explore(candidates, np.random.default_rng(0), effort, begun, clock, None)
     cycles = {12_900: 2, 19_999: 2, 24_000: 3}.get(evaluations, 1)
     each = evaluations // cycles
     descents = each // 5 if each >= 8000 else 0
