@@ -20,6 +20,9 @@ settings.register_profile("unshrunk", settings.get_profile("polygon"), phases=(P
 settings.load_profile("polygon")
 # As the Makefile does: lab programs set it when they are imported, wherever it is not set.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's compiler takes the machine's vector units as its processor names them: to compile a program for each and see
+# whether it runs takes ten times as long as to compile what a test asks for.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 SLOW = frozenset({
     "accuracy", "api/test_quickstart.py", "commands/test_pareto.py", "docs", "export/test_deepspeed_run.py",
