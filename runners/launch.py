@@ -8,6 +8,7 @@ Ranks are forked from a process that has torch imported, so that eight of them s
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import selectors
 import signal
@@ -217,6 +218,8 @@ class LocalRanks(ABC):
         # Imported before forking: a second each for torch and for what its optimizers import on their first step.
         import torch._dynamo  # noqa: F401
 
+        # Nor does every rank look through all that was loaded, which would copy it, whenever Python collects garbage.
+        gc.freeze()
         with handled_signals((signal.SIGINT, signal.SIGTERM), self.interrupt):
             try:
                 self.start()

@@ -1,5 +1,6 @@
 """Settings for all tests: no law depends on the machine's speed, on luck or on other tests, and none leaves traces."""
 
+import gc
 import os
 import random
 import signal
@@ -20,6 +21,9 @@ settings.register_profile("unshrunk", settings.get_profile("polygon"), phases=(P
 settings.load_profile("polygon")
 # As the Makefile does: lab programs set it when they are imported, wherever it is not set.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's compiler takes the machine's vector units as its processor names them: to compile a program for each and see
+# whether it runs takes ten times as long as to compile what a test asks for.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 SLOW = frozenset({
     "accuracy", "api/test_quickstart.py", "commands/test_pareto.py", "docs", "export/test_deepspeed_run.py",
@@ -58,6 +62,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Pages first: they wait for browsers and servers, while other workers compute."""
     items.sort(key=lambda item: item.path.parent.name != "web")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported now stays: Python need not look through half a million objects meanwhile, nor later, whenever it
+    collects what tests left, which it does less often: they make many objects and leave few."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(10_000)
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

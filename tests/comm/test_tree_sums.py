@@ -56,7 +56,7 @@ def edges(tree):
 @settings(max_examples=cases(60), deadline=None)
 @given(members=drawn_members(), elements=st.integers(0, 5000))
 def test_pieces_are_the_vector_once_and_each_tree_has_its_part(members, elements):
-    """To an element a border; in each tree leaders of a region have equal parts, to an element a piece."""
+    """To an element a border; in each tree leaders of a region have equal parts, to an element a turn."""
     pieces = members.pieces(elements)
     assert [piece.start for piece in pieces] + [elements] == [0] + [piece.stop for piece in pieces]
     assert all(piece.stop > piece.start for piece in pieces)
@@ -65,9 +65,10 @@ def test_pieces_are_the_vector_once_and_each_tree_has_its_part(members, elements
         assert abs(sum(p.stop - p.start for p in of_tree) - tree.part * elements) <= 1 + 1e-6
         assert all(piece.owner == tree.root for piece in of_tree)
         for place, leaders in enumerate(members.leaders):
+            turns = 1 if tree.depth(place) % 2 else members.turns[place]
             for leader in leaders:
                 led = [piece for piece in of_tree if piece.leaders[place] == leader]
-                assert abs(sum(p.stop - p.start for p in led) - tree.part * elements / len(leaders)) <= len(led) + 1
+                assert abs(sum(p.stop - p.start for p in led) - tree.part * elements / len(leaders)) <= turns + 1
 
 
 @settings(max_examples=cases(60), deadline=None)

@@ -85,7 +85,7 @@ def test_a_configuration_is_planned_run_and_held_against_its_prediction(tmp_path
     """The part that nobody can try without a GPU is the same on a core: figures of both, and how far they are apart.
     What the plan is told it has; a step that the profiler records is none of those that count."""
     cluster_file(tmp_path, "cpu-core")
-    bench(tmp_path, "cpu", seconds=2.0)
+    bench(tmp_path, "cpu", seconds=0.5)
     of = Configuration(
         model="experts-tiny", sequences=2, tokens=64, options=("--precision", "fp32"), micro_batch_size=1,
         recompute="full", profiled=True,
