@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.cluster.hierarchy import linkage
-from scipy.spatial.distance import squareform
 
 TOLERANCE = 1e-4
 """Relative precision."""
@@ -98,10 +96,11 @@ def borders(
     members = [np.arange(regions) == r for r in range(regions)]
     parts = np.zeros((0, 2), dtype=np.int64)
     if regions > 1:
+        from scipy.cluster.hierarchy import linkage  # its import takes as long as that of all else here
+
         wide = np.minimum(out, out.T)
         rank = np.unique(-wide, return_inverse=True)[1].reshape(wide.shape).astype(float)
-        np.fill_diagonal(rank, 0.0)
-        parts = linkage(squareform(rank), "single")[:, :2].astype(np.int64)
+        parts = linkage(rank[np.triu_indices(regions, 1)], "single")[:, :2].astype(np.int64)
         for a, b in parts:
             members.append(members[a] | members[b])
     inside = np.array(members)

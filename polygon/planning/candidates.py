@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, value_of
 from polygon.planning.problem_arrays import Bank, Setting
 from solvers.allocation import AllocationProblem, AllocationSpace
 from solvers.problem import SearchProblem
+from solvers.stop import Progress
 
 MOST_STRUCTURES = 3000
 NEW_STAGE = 0.1
@@ -58,6 +59,8 @@ class Candidates(SearchProblem[Allocation]):
         self.degrees = decoder.degrees
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
         self._seen: set[bytes] = set()
+        self.old_in_a_row = 0
+        """Evaluations since the last of an allocation that was not met before."""
         self._count = itertools.count()
         self._ranking: list[tuple[float, int, Allocation, int]] | None = None
         """Of `_ranked`, until another is met."""
@@ -73,8 +76,10 @@ class Candidates(SearchProblem[Allocation]):
         """The objective at the fluid step time."""
         value = self.decoder.value(x)
         if x.key in self._seen:
+            self.old_in_a_row += 1
             return value
         self._seen.add(x.key)
+        self.old_in_a_row = 0
         if np.isfinite(value):
             structure = (len(x.stages), x.setting, x.stages.any(axis=0).tobytes())
             best = self._best.setdefault(structure, [])
@@ -297,6 +302,22 @@ class Candidates(SearchProblem[Allocation]):
     def key(self, x: Allocation) -> Hashable:
         """Stages and setting."""
         return x.key
+
+
+@dataclass(frozen=True, slots=True)
+class NothingNew:
+    """Stop where so many allocations in a row were met before: of few devices there are soon no others."""
+
+    candidates: Candidates
+    most: int = 2_000
+
+    def reason(self, progress: Progress) -> str | None:
+        """As `solvers.stop.Stop` has it."""
+        return "nothing new" if self.candidates.old_in_a_row >= self.most else None
+
+    def evaluations_left(self, progress: Progress) -> float:
+        """Until it looks again."""
+        return max(1.0, self.most - self.candidates.old_in_a_row)
 
 
 class ExactCandidates(Candidates):

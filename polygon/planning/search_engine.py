@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
-from polygon.planning.candidates import RUNNER_UP, Candidates, ExactCandidates, GroupCandidates
+from polygon.planning.candidates import RUNNER_UP, Candidates, ExactCandidates, GroupCandidates, NothingNew
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
 from polygon.planning.fitted_starts import Fitted, fitted, in_setting
@@ -435,7 +436,7 @@ def _explore(
     for solver, count, patience in cycles * (*memetic, (walks, late, late), (Descents(), descents, descents)):
         if count == 0:
             continue
-        stop = _limit(count, patience, max(0.0, clock.left_s(0.65)))
+        stop = AnyOf((_limit(count, patience, max(0.0, clock.left_s(0.65))), NothingNew(candidates)))
         starts = candidates.different[: DESCENTS if isinstance(solver, Descents) else RACERS]
         result = solver.solve(candidates, rng, stop, start=starts, callback=callback)
         made += result.evaluations
@@ -766,24 +767,22 @@ def _polish(
         told(done / total, best[0])
         return clock.left_s() <= 0
 
-    def change(plan: Plan, x: Allocation, evaluations: int) -> None:
+    def take(what: str, entry: _Draft, evaluations: int) -> None:
+        """Have the best be what small changes, or perturbations, make of an entry: the same in every round."""
         nonlocal best
-        of, value = (decoder.problem, decoder.objective), decoder.plan_value(plan)
-        changed: _Draft | None = decoder.tables.polished.get(of, value, evaluations)
-        if changed is None:
-            found = polished(
-                plan,
-                decoder.tables,
-                decoder.plan_value,
-                evaluations=evaluations,
-                by_time=decoder.by_time,
-                expired=expired,
-            )
-            changed = decoder.plan_value(found), found, x
+        (value, plan, x), of = entry, (decoder.problem, decoder.objective)
+        known: _Draft | None = decoder.tables.polished.get(of, what, value, evaluations)
+        if known is None:
+            found = change[what](plan, evaluations=evaluations, expired=expired)
+            known = decoder.plan_value(found), found, x
             if clock.left_s() > 0:
-                decoder.tables.polished.put(changed, of, value, evaluations)
-        best = min(best, changed, key=lambda entry: entry[0])
+                decoder.tables.polished.put(known, of, what, value, evaluations)
+        best = min(best, known, key=lambda entry: entry[0])
 
+    change: dict[str, Callable[..., Plan]] = {
+        "small": partial(polished, tables=decoder.tables, value_of=decoder.plan_value, by_time=decoder.by_time),
+        "perturbed": partial(improved, decoder=decoder),
+    }
     try:
         # The cuts are often the same.
         distinct = {}
@@ -793,11 +792,10 @@ def _polish(
                 break
         total += len(distinct)
         for done, (plan, x) in enumerate(distinct.values(), 1):  # noqa: B007 (`expired` tells of it)
-            change(plan, x, effort.polish_evaluations // TRIALS)
-        change(best[1], best[2], effort.polish_evaluations)
+            take("small", (decoder.plan_value(plan), plan, x), effort.polish_evaluations // TRIALS)
+        take("small", best, effort.polish_evaluations)
         if effort.exact_evaluations >= FEWEST_FOR_SEVERAL:
-            found = improved(best[1], decoder, evaluations=effort.polish_evaluations, expired=expired)
-            best = min(best, (decoder.plan_value(found), found, best[2]), key=lambda entry: entry[0])
+            take("perturbed", best, effort.polish_evaluations)
     except KeyboardInterrupt:
         return best, True
     return best, False
