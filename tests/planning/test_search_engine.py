@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from polygon.domain.groups import Groups
 from polygon.domain.model import Batch
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Problem
 from polygon.planning import search_engine as engine
-from polygon.planning.candidates import Candidates
+from polygon.planning.candidates import Candidates, NothingNew
 from polygon.planning.checker import violations
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, most_stages
@@ -442,7 +443,7 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
             return super().evaluate(x)
 
     monkeypatch.setattr(engine, "Racing", Noted)
-    cluster = cluster_of([[("a100-40gb", 1, 4), ("t4", 1, 4)]])
+    cluster = cluster_of([[("a100-40gb", 2, 4), ("t4", 2, 4)], [("v100-16gb", 2, 4)]])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
     decoder = Decoder(problem)
     candidates = Counted(decoder, 4)
@@ -528,3 +529,23 @@ def test_of_many_classes_of_workers_fewer_allocations_are_looked_at(monkeypatch)
     all_of_them = find_plan(problem, np.random.default_rng(0), effort=effort).evaluations
     monkeypatch.setattr(engine, "MOST_CELLS", 100 * len(Decoder(problem).classes))
     assert all_of_them - find_plan(problem, np.random.default_rng(0), effort=effort).evaluations == 200
+
+
+def test_few_devices_are_looked_at_until_nothing_is_new():
+    """Two devices have few allocations: a search of them ends early, and with the best that a whole one meets."""
+    problem = Problem(
+        cluster=cluster_of([[("a100-40gb", 1, 1)], [("t4", 1, 1)]]),
+        model=small_gpt(),
+        batch=Batch(global_batch=4, seq_len=512),
+    )
+    effort, found = Effort(fluid_evaluations=8_000, patience=8_000), []
+    for most in (2_000, math.inf):
+        decoder = Decoder(problem)
+        candidates = Candidates(decoder, most_stages(problem))
+        begun = engine._begin(decoder, candidates, None, [], 0, Clock())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "NothingNew", partial(NothingNew, most=most))
+            taken, *_ = engine._explore(candidates, np.random.default_rng(0), effort, begun, Clock(), None)
+        found.append((taken, decoder.value(candidates.elite[0])))
+    assert found[0][1] == found[1][1] < math.inf
+    assert found[0][0] < found[1][0] / 2
