@@ -451,7 +451,7 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
     clock = Clock()
     begun = engine._begin(decoder, candidates, None, [], 0, clock)
     taken, *_ = engine._explore(candidates, np.random.default_rng(0), effort, begun, clock, None)
-    cycles = {12_900: 2, 19_999: 2, 24_000: 3}.get(evaluations, 1)
+    cycles = {19_999: 2, 24_000: 3}.get(evaluations, 1)
     each = evaluations // cycles
     descents = each // 5 if each >= 8000 else 0
     assert 0 <= evaluations - taken < cycles * (1 + descents)
@@ -549,3 +549,20 @@ def test_few_devices_are_looked_at_until_nothing_is_new():
         found.append((taken, decoder.value(candidates.elite[0])))
     assert found[0][1] == found[1][1] < math.inf
     assert found[0][0] < found[1][0] / 2
+
+
+@pytest.mark.parametrize(("evaluations", "more"), [(2_000, 1.0), (20_000, 1.4)])
+def test_whole_searches_of_many_classes_evaluate_more(evaluations, more, monkeypatch):
+    """Seven pools of four degrees are 28 classes, 1.4 times as many as usual; short searches stay short."""
+    nodes = [("a100-40gb", 1, 8), ("t4", 1, 8), ("v100-16gb", 1, 8)]
+    cluster = cluster_of([nodes, nodes, [("a100-40gb", 1, 8)]])
+    problem, asked = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512)), []
+
+    def explore(candidates, rng, effort, *others):
+        asked.append((candidates.space.classes, effort.fluid_evaluations))
+        raise InterruptedError
+
+    monkeypatch.setattr(engine, "_explore", explore)
+    with pytest.raises(InterruptedError):
+        find_plan(problem, np.random.default_rng(0), effort=Effort(fluid_evaluations=evaluations))
+    assert asked == [(28, more * evaluations)]
