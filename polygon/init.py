@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             "objective": dict(groups.objective),
         },
         describe_groups(groups)
-        + f"\nabout {seconds(groups.objective['step_s'])} a step by the ants' estimate, which leaves waiting out",
+        + f"\nabout {seconds(groups.objective['step_s'])} a step by an estimate that leaves waiting out",
         as_json=args.json,
     )
     interrupted = reason is not None and reason.kind == "reason.interrupted"

@@ -422,6 +422,7 @@ def _explore(
     """
     if begun.interrupted:
         return 0, True, None
+    candidates.old_in_a_row = 0  # of the starts many were alike
     try:
         made, nearest = _fit(candidates, begun.tried, rng, effort, clock)
     except KeyboardInterrupt:
@@ -469,13 +470,13 @@ def _fit(
         return found
 
     nearest: list[Fitted] = []
-    if tried and not candidates.elite and memory_missing(decoder) <= 0:
-        some = tried[:: -(-len(tried) // MOST_TRIED)]
-        for degree in candidates.degrees:
-            until = made + MOST_FITTING
-            for _ in range(FITS):
-                if made < until and (not nearest or nearest[-1].left_over == 0):
-                    nearest.append(looked(in_setting(some, candidates.sizes[0], degree), until - made))
+    some = tried[:: -(-len(tried) // MOST_TRIED)] if tried and memory_missing(decoder) <= 0 else []
+    for degree in candidates.degrees if some else ():
+        until = made + MOST_FITTING
+        for _ in range(FITS if not candidates.elite else 0):
+            nearest.append(looked(in_setting(some, candidates.sizes[0], degree), until - made))
+            if nearest[-1].left_over > 0 or made >= until:
+                break
     while candidates.elite:
         best, largest = candidates.elite[0], max(x.micro_batch_size for x in candidates.different)
         larger = [size for size in candidates.sizes if size > largest]
@@ -795,8 +796,8 @@ def _polish(
             if expired():
                 break
         total += len(distinct)
-        for done, (plan, x) in enumerate(distinct.values(), 1):  # noqa: B007 (`expired` tells of it)
-            take("small", (decoder.plan_value(plan), plan, x), effort.polish_evaluations // TRIALS)
+        for done, (value, (plan, x)) in enumerate(distinct.items(), 1):  # noqa: B007 (`expired` tells of it)
+            take("small", (value, plan, x), effort.polish_evaluations // TRIALS)
         take("small", best, effort.polish_evaluations)
         if effort.exact_evaluations >= FEWEST_FOR_SEVERAL:
             take("perturbed", best, effort.polish_evaluations)

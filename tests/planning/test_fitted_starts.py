@@ -16,7 +16,7 @@ from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, most_stages
-from polygon.planning.fitted_starts import fitted, in_setting
+from polygon.planning.fitted_starts import Fitted, fitted, in_setting
 from polygon.planning.fluid import NO_MEMORY
 from polygon.planning.initial_solutions import simple_starts
 from polygon.planning.search_engine import Effort, find_groups, find_plan
@@ -118,3 +118,20 @@ def test_an_interrupt_is_passed_on():
     decoder = Decoder(four_regions(FULL + 4))
     with pytest.raises(KeyboardInterrupt):
         fitted(decoder, 8, starts_of(decoder), np.random.default_rng(0), Interrupting(1_000))
+
+
+def test_every_degree_is_looked_at_where_the_first_holds_nothing(monkeypatch):
+    """Experts spread over devices take less memory of each: what nothing holds otherwise is looked for with them."""
+    asked = []
+
+    def fails(decoder, stages, starts, rng, stop):
+        asked.append((starts[0].cp, starts[0].ep))
+        return Fitted(starts[0], 3.0, 10)
+
+    monkeypatch.setattr(engine, "fitted", fails)
+    decoder = Decoder(four_regions(FULL + 4))
+    candidates = Candidates(decoder, most_stages(decoder.problem))
+    candidates.degrees = ((1, 1), (2, 1), (1, 2))
+    made, nearest = engine._fit(candidates, starts_of(decoder), np.random.default_rng(0), LONGER, Clock(math.inf))
+    assert asked == [(1, 1), (2, 1), (1, 2)] and made == 30
+    assert nearest.left_over == 3
