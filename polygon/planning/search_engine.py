@@ -82,6 +82,8 @@ LATE = 30
 MOST_TRIED, MOST_FITTING, FITS = 400, 6_000, 6
 """Where memory holds no start: starts from which one that it holds is looked for, allocations that are looked at for it
 in every setting, and how many are enough."""
+FEWEST_S = 0.5
+"""Seconds that the first such look takes however short the time limit."""
 LARGER = 0.25, 1_000
 """Part of all evaluations, and of them at most, in which something is looked for that memory holds in larger
 micro-batches than any start."""
@@ -462,7 +464,9 @@ def _fit(
 
     def looked(starts: list[Allocation], most: int) -> Fitted:
         nonlocal made
-        stop = _limit(most, most, max(0.0, clock.left_s(0.5)))
+        # However short the time, something is met if anything is.
+        left_s = clock.left_s(0.5) if candidates.elite else max(FEWEST_S, clock.left_s(0.9))
+        stop = _limit(most, most, max(0.0, left_s))
         found = fitted(decoder, candidates.space.groups, starts, rng, stop)
         made += found.looked_at
         if found.allocation is not None and found.left_over == 0:
@@ -475,7 +479,7 @@ def _fit(
         until = made + MOST_FITTING
         for _ in range(FITS if not candidates.elite else 0):
             nearest.append(looked(in_setting(some, candidates.sizes[0], degree), until - made))
-            if nearest[-1].left_over > 0 or made >= until:
+            if nearest[-1].left_over > 0 or made >= until or clock.left_s(0.5) <= 0:
                 break
     while candidates.elite:
         best, largest = candidates.elite[0], max(x.micro_batch_size for x in candidates.different)
