@@ -30,6 +30,10 @@ JOINING = 0.5
 """Of changes of a degree: how often idle devices join in."""
 MOST_LISTED = 200
 """Classes of workers up to which either is done: of more such a list takes as long as many steps."""
+MOST_OF_REGIONS = 0.75
+"""Part of all regions that a set of regions is at most which is searched by itself."""
+UNLIKE = 0.3
+"""Sum of the differences of the shares that pools have of the devices in use above which allocations are unlike."""
 RUNNER_UP = 0.08
 """Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
 DIGITS = 9
@@ -72,6 +76,26 @@ class Candidates(SearchProblem[Allocation]):
         found._seen, found._count, found._ranking = set(self._seen), copy.copy(self._count), None
         return found
 
+    def within(self, regions: Sequence[int]) -> Candidates:
+        """The same, which goes on by itself with the devices of some regions alone, from what was met in these."""
+        found = self.copy()
+        here = np.array([pool.region in regions for pool in self.decoder.problem.cluster.pools])
+        found.space, found._spaces = replace(self.space, capacity=self.space.capacity * here), {}
+        found._best = {of: best for of, best in found._best.items() if set(self.regions_of(best[0][2])) <= set(regions)}
+        return found
+
+    def join(self, other: Candidates) -> None:
+        """Take over what a copy has met since."""
+        for structure, best in other._best.items():
+            own = self._best.setdefault(structure, [])
+            keys = {x.key for _, _, x in own}
+            own += [(value, next(self._count), x) for value, _, x in best if x.key not in keys]
+            own.sort(key=lambda entry: entry[:2])
+            del own[3:]
+        self._seen |= other._seen
+        self._ranking = None
+        self._forget()
+
     def evaluate(self, x: Allocation) -> float:
         """The objective at the fluid step time."""
         value = self.decoder.value(x)
@@ -88,10 +112,14 @@ class Candidates(SearchProblem[Allocation]):
                 best.sort(key=lambda entry: entry[:2])
                 del best[3:]
                 self._ranking = None
-            if len(self._best) > MOST_STRUCTURES:
-                kept = sorted(self._best.items(), key=lambda item: item[1][0][:2])[: MOST_STRUCTURES // 2]
-                self._best = dict(kept)
+            self._forget()
         return value
+
+    def _forget(self) -> None:
+        """Of too many structures the worse half."""
+        if len(self._best) > MOST_STRUCTURES:
+            kept = sorted(self._best.items(), key=lambda item: item[1][0][:2])[: MOST_STRUCTURES // 2]
+            self._best = dict(kept)
 
     def evaluate_degrees(self, x: Allocation, degrees: Sequence[tuple[int, int]]) -> tuple[float, Allocation]:
         """The best of some context- and expert-parallel degrees of an allocation, and its value."""
@@ -114,6 +142,28 @@ class Candidates(SearchProblem[Allocation]):
     def different(self) -> list[Allocation]:
         """Allocations met: the best of every structure, then the second best, and so on."""
         return [x for _, _, x, _ in sorted(self._ranked(), key=lambda entry: entry[3])]
+
+    def unlike(self, count: int) -> list[Allocation]:
+        """So many at most of `different`, no two of which have nearly the same devices in use."""
+        found: list[Allocation] = []
+        shares: list[np.ndarray] = []
+        for x in self.different:
+            used = self.space.used(x.stages)
+            share = used / used.sum()
+            if all(np.abs(share - other).sum() > UNLIKE for other in shares):
+                found.append(x)
+                shares.append(share)
+                if len(found) == count:
+                    break
+        return found
+
+    def sets_of_regions(self) -> list[tuple[int, ...]]:
+        """Of the allocations met, those with the best first, where they leave regions out."""
+        return [part for part in map(self.regions_of, self.best_of(self.regions_of)) if self.leaves_out(part)]
+
+    def leaves_out(self, part: tuple[int, ...]) -> bool:
+        """Whether a set of regions is not all of them, or nearly all."""
+        return len(part) <= MOST_OF_REGIONS * len(np.unique(self.region_of_class))
 
     def best_of(self, kind: Callable[[Allocation], Hashable]) -> list[Allocation]:
         """The best of every kind met, best first: the fluid value misjudges some kinds more than others."""
@@ -190,8 +240,9 @@ class Candidates(SearchProblem[Allocation]):
     def _whole_pools(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
         """Drop, add or re-spread a region, a pool, or a device type everywhere; or change its degree."""
         pools = self.decoder.problem.cluster.pools
-        classes, workers = self.decoder.classes, x.workers
-        pool = pools[classes[int(rng.integers(len(classes)))][0]]
+        classes, workers, devices = self.decoder.classes, x.workers, self.space.capacity
+        (open_,) = devices[self.space.pool].nonzero()
+        pool = pools[classes[int(open_[rng.integers(len(open_))])][0]]
         kind = rng.integers(4)
         if kind == 0:
             chosen = {p.index for p in pools if p.region == pool.region}
@@ -216,9 +267,7 @@ class Candidates(SearchProblem[Allocation]):
             rows = rows[[int(rng.integers(len(rows)))]]
         for c in columns:
             if classes[c][1] == tp:
-                result[rows, c] = even_parts(
-                    pools[classes[c][0]].devices // tp, len(rows), int(rng.integers(len(rows)))
-                )
+                result[rows, c] = even_parts(int(devices[classes[c][0]]) // tp, len(rows), int(rng.integers(len(rows))))
         return result
 
     def _replace(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:

@@ -69,6 +69,11 @@ CYCLE = 8_000
 """Evaluations after which the races and the genetic search begin again, from the best of all structures met by then:
 three times so many ended 1.8 % above the best of all that was tried (six problems, four seeds), one go three times as
 long 2.9 %, once so many 5.3 %."""
+MANY_CYCLES = 3
+"""So many such cycles, or more, begin by themselves: what comes of one varies more than what one more adds to it."""
+NARROWED, NARROW = 2, 3_000
+"""Sets of regions that are searched by themselves after so many cycles, and evaluations in each: of all moves few
+concern the regions that are in use where there are many."""
 USUAL_CLASSES, MOST_MORE = 20, 2.5
 """Classes of workers above which whole searches evaluate more, in proportion, and how many times as much at most."""
 MOST_CELLS = 3_000_000
@@ -90,10 +95,10 @@ micro-batches than any start."""
 SETTLING, MOST_SETTLING = 200, 800
 """Moves without gain, and moves, by which such a one is improved before it is held against those in smaller ones."""
 
-PARTS, MOST_OF_REGIONS = 3, 0.75
-"""Sets of regions in each of which a short search is made, and the part of all regions that such a set is at most."""
+PARTS = 3
+"""Sets of regions in each of which a short search is made."""
 MANY_REGIONS = 12
-"""Regions above which such a search has no starts of its own."""
+"""Regions above which such a search has no starts of its own; nor has it after many cycles."""
 NEARLY = 0.15
 """Part by which the best plan in such a set is worse than the best of all, at most."""
 SHORT = 0.25
@@ -421,6 +426,8 @@ def _explore(
     The best of different structures race, and the genetic search goes on from what has come of them: which of the
     starts lead on shows after some moves, not before them. The other half of the evaluations go to a race of walks that
     accept late. Many evaluations are several such `CYCLE`s, each of which ends with descents through all neighbours.
+    All but the last of `MANY_CYCLES` begin from the starts, in turn from the best of them and from such as are unlike
+    each other; then follow short ones in the regions of the best.
     """
     if begun.interrupted:
         return 0, True, None
@@ -431,25 +438,58 @@ def _explore(
         return 0, True, None
     cycles = max(1, effort.fluid_evaluations // CYCLE)
     each = effort.fluid_evaluations // cycles
-    descents = int(DESCENDING * each) if each >= CYCLE else 0
-    walks, fewest, _ = _race((each - descents) // 2, LATE)
-    late = (each - descents) // 2 if fewest else 0
-    memetic = _memetic(each - descents - late, effort.patience)
+    many = _has_many_cycles(effort)
+    total = effort.fluid_evaluations + many * NARROWED * NARROW
     told = phase_of(tell, MEMETIC)
 
-    def callback(progress: Progress, _: object) -> None:
-        told((made + progress.evaluations) / effort.fluid_evaluations, progress.value)
+    def cycle(own: Candidates, evaluations: int, spread: bool) -> bool:
+        """Whether it was let go on."""
+        nonlocal made
 
-    for solver, count, patience in cycles * (*memetic, (walks, late, late), (Descents(), descents, descents)):
-        if count == 0:
-            continue
-        stop = AnyOf((_limit(count, patience, max(0.0, clock.left_s(0.65))), NothingNew(candidates)))
-        starts = candidates.different[: DESCENTS if isinstance(solver, Descents) else RACERS]
-        result = solver.solve(candidates, rng, stop, start=starts, callback=callback)
-        made += result.evaluations
-        if result.stopped_by == "interrupt":
+        def callback(progress: Progress, _: object) -> None:
+            told((made + progress.evaluations) / total, progress.value)
+
+        descents = int(DESCENDING * evaluations) if evaluations >= CYCLE else 0
+        walks, fewest, _ = _race((evaluations - descents) // 2, LATE)
+        late = (evaluations - descents) // 2 if fewest else 0
+        memetic = _memetic(evaluations - descents - late, effort.patience)
+        for solver, count, patience in (*memetic, (walks, late, late), (Descents(), descents, descents)):
+            if count == 0:
+                continue
+            stop = AnyOf((_limit(count, patience, max(0.0, clock.left_s(0.65))), NothingNew(own)))
+            if isinstance(solver, Descents):
+                starts = own.different[:DESCENTS]
+            else:
+                starts = own.unlike(RACERS) if spread else own.different[:RACERS]
+            result = solver.solve(own, rng, stop, start=starts, callback=callback)
+            made += result.evaluations
+            if result.stopped_by == "interrupt":
+                return False
+        return True
+
+    def legs() -> Iterator[tuple[Candidates, int, bool]]:
+        """What each goes on from and with how many evaluations, and whether it begins from unlike ones."""
+        first = candidates.copy()
+        for i in range(cycles):
+            if many and i < cycles - 1:  # what is far from the best is met only by searches that do not begin from it
+                yield first.copy(), each, i % 2 == 1
+            else:
+                yield candidates, each, False
+        for regions in candidates.sets_of_regions()[:NARROWED] if many else ():
+            yield candidates.within(regions), NARROW, False
+
+    for own, evaluations, spread in legs():
+        went_on = cycle(own, evaluations, spread)
+        if own is not candidates:
+            candidates.join(own)
+        if not went_on:
             return made, True, nearest
     return made, False, nearest
+
+
+def _has_many_cycles(effort: Effort) -> bool:
+    """Whether all but the last begin by themselves."""
+    return effort.fluid_evaluations >= MANY_CYCLES * CYCLE
 
 
 def _fit(
@@ -712,7 +752,7 @@ def _in_parts(
         polish_evaluations=0,
     )
     parts = _likely_parts(exact, value)
-    many = len(decoder.problem.cluster.regions) > MANY_REGIONS
+    many = len(decoder.problem.cluster.regions) > MANY_REGIONS or _has_many_cycles(effort)
     try:
         for i, part in enumerate(parts):
             phase_of(tell, IN_PARTS)(i / len(parts), min([value, *(found.value_s for found, _ in met)]))
@@ -742,8 +782,7 @@ def _likely_parts(exact: ExactCandidates, value: float) -> list[tuple[int, ...]]
     for x, other in exact.met():
         regions = exact.regions_of(x)
         best[regions] = min(other, best.get(regions, math.inf))
-    most = MOST_OF_REGIONS * len(np.unique(exact.region_of_class))
-    near = [part for part in best if len(part) <= most and best[part] <= value + NEARLY * abs(value)]
+    near = [part for part in best if exact.leaves_out(part) and best[part] <= value + NEARLY * abs(value)]
     return sorted(near, key=best.__getitem__)[:PARTS]
 
 

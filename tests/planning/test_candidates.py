@@ -379,6 +379,82 @@ def test_of_every_kind_the_best_is_kept(decoder):
         assert [value[x.key] for x in candidates.best_of(kind)] == best
 
 
+def test_what_a_copy_met_is_joined_once(decoder):
+    """The best three of every structure, of both; joined again nothing changes."""
+    found = Candidates(decoder, 4)
+    one, two, three, four = (allocation([n]) for n in (1, 2, 3, 4))
+    other = allocation([1], [1])
+    found.decoder = told([4.0, 3.0])
+    for x in (one, two):
+        found.evaluate(x)
+    copy = found.copy()
+    copy.decoder = told([3.0, 2.0, 1.0, 5.0])
+    for x in (two, three, four, other):
+        copy.evaluate(x)
+    assert found.different == [two, one]
+    found.join(copy)
+    assert found.different == [four, other, three, two] and copy.different == found.different
+    found.join(copy)
+    assert found.different == [four, other, three, two]
+    found.decoder = told([9.0])
+    found.evaluate(other)
+    assert found.old_in_a_row == 1  # the copy met it
+
+
+def test_within_some_regions_nothing_leaves_them(decoder):
+    """Random allocations, steps and all neighbours take no other devices; what was met elsewhere is no start."""
+    found, rng = Candidates(decoder, 4), np.random.default_rng(0)
+    here, across, there = (
+        allocation([2], [2]),
+        allocation([2, 0, 0, 0], [0, 0, 0, 2]),
+        allocation([0, 0, 0, 2], [0, 0, 0, 1]),
+    )
+    for x in (here, across, there):
+        found.evaluate(x)
+    for part, start, columns in (((0,), here, slice(0, 3)), ((1,), there, slice(3, 6))):
+        narrow = found.within(part)
+        assert [x.key for x in narrow.different] == [start.key]
+        met = [narrow.random(rng) for _ in range(20)]
+        x = start
+        for _ in range(300):
+            x = narrow.neighbour(x, rng)
+            met.append(x)
+        met += list(narrow.neighbours(start, rng))
+        used = sum(x.workers for x in met)
+        assert used[:, columns].any() and used.sum() == used[:, columns].sum()
+        for x in met:
+            narrow.evaluate(x)
+        found.join(narrow)
+    assert {found.regions_of(x) for x in found.different} == {(0,), (0, 1), (1,)}
+    steps = [found.neighbour(here, rng) for _ in range(300)]
+    assert any(x.workers[:, 3:].any() for x in steps)  # the one that has all goes on everywhere
+
+
+def test_sets_of_regions_are_the_best_first_but_for_nearly_all(decoder, monkeypatch):
+    """One of two regions is a set that is searched by itself, both are not."""
+    found = Candidates(decoder, 4)
+    found.decoder = told([3.0, 1.0, 2.0])
+    for x in (allocation([2]), allocation([2, 0, 0, 0], [0, 0, 0, 2]), allocation([0, 0, 0, 2])):
+        found.evaluate(x)
+    assert found.sets_of_regions() == [(1,), (0,)]
+
+
+def test_allocations_are_unlike_by_their_shares_of_devices(decoder):
+    """The best first; those that take the same pools in the same proportions are alike, in whatever stages."""
+    found = Candidates(decoder, 4)
+    best, alike, mixed, other = (
+        allocation([4, 0, 0, 1]),
+        allocation([2, 0, 0, 0], [2, 0, 0, 1]),
+        allocation([2, 0, 0, 2]),
+        allocation([0, 0, 0, 4]),
+    )
+    found.decoder = told([1.0, 2.0, 3.0, 4.0])
+    for x in (best, alike, mixed, other):
+        found.evaluate(x)
+    assert found.unlike(4) == [best, other, mixed]
+    assert found.unlike(2) == [best, other]
+
+
 def test_all_neighbours_are_allocations_of_one_change(decoder):
     """None takes more than there is, or less than nothing, whatever the degree; all are met that a step leads to."""
     found, rng = Candidates(decoder, 4), np.random.default_rng(0)

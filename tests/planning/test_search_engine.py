@@ -27,6 +27,7 @@ from polygon.planning.decode import Allocation, Decoder, Infeasible, most_stages
 from polygon.planning.frontier import find_within_limits
 from polygon.planning.objectives import MONEY, STEP_TIME
 from polygon.planning.search_engine import Effort, find_groups, find_plan
+from solvers.genetic import Genetic
 from tests.drawn_problems import larger_problems
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 from tests.nightly import cases
@@ -331,6 +332,42 @@ def test_searches_in_parts_keep_to_their_regions_and_are_plans_of_the_whole(monk
         assert decoder.bill(decoder.decode(x)).step_s == pytest.approx(outcome.bills[0][0].step_s, rel=0.02)
 
 
+def test_many_cycles_begin_by_themselves_and_end_in_the_best_regions(monkeypatch):
+    """Three: two from the starts, of which the second knows nothing of the first and begins from unlike ones, one from
+    what both met; then short ones in sets of regions, which are not all. Fewer go on from each other."""
+    monkeypatch.setattr(engine, "CYCLE", 600)
+    monkeypatch.setattr(engine, "NARROW", 60)
+    problem, made = larger_problems(7)[1]["region"], []
+    solve = Genetic.solve
+
+    def watched(self, candidates, rng, stop, *, start, callback):
+        made.append((candidates, [x.key for x in start], {x.key for x in candidates.different}))
+        return solve(self, candidates, rng, stop, start=start, callback=callback)
+
+    monkeypatch.setattr(Genetic, "solve", watched)
+    for cycles, own in ((2, 1), (3, 3)):
+        made.clear()
+        decoder = Decoder(problem)
+        effort = Effort(fluid_evaluations=cycles * 600)
+        begun, candidates = engine._begin_once(decoder, None, [], effort, Clock(math.inf), None)
+        met, interrupted, _ = engine._explore(
+            candidates, np.random.default_rng(0), effort, begun, Clock(math.inf), None
+        )
+        most = cycles * 600 + (engine.NARROWED * engine.NARROW if cycles == 3 else 0)
+        assert not interrupted and 0.8 * most < met <= most + 50
+        whole = [entry for entry in made if entry[0].space is candidates.space]
+        assert len(whole) == cycles and len({id(entry[0]) for entry in whole}) == own
+        assert whole[-1][0] is candidates
+        narrow = made[cycles:]
+        assert len(narrow) == (engine.NARROWED if cycles == 3 else 0)
+        assert all(candidates.leaves_out(of.regions_of(x)) for of, _, _ in narrow for x in of.different)
+    (first, _, _), (second, starts, before), (_, _, joined) = made[:3]
+    ends = [{x.key for x in of.different} for of in (first, second)]
+    assert ends[0] - before and ends[1] - ends[0]  # what the first met is not where the second began
+    assert starts != [x.key for x in second.different[: engine.RACERS]]
+    assert joined & (ends[0] - before)
+
+
 def test_whoever_stops_a_search_in_parts_keeps_the_plan_so_far():
     """Before the first of them, and before the next."""
     problem, told = larger_problems(7)[1]["region"], []
@@ -443,6 +480,7 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
             return super().evaluate(x)
 
     monkeypatch.setattr(engine, "Racing", Noted)
+    monkeypatch.setattr(engine, "NARROWED", 0)
     cluster = cluster_of([[("a100-40gb", 2, 4), ("t4", 2, 4)], [("v100-16gb", 2, 4)]])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
     decoder = Decoder(problem)
