@@ -56,7 +56,7 @@ class Candidates(SearchProblem[Allocation]):
             units=np.array([t for _, t in decoder.classes]),
             empty_groups=True,
         )
-        self._spaces: dict[int, AllocationSpace] = {}
+        self._spaces: dict[tuple[int, int], AllocationSpace] = {}
         self._block_rates: dict[int, np.ndarray] = {}
         self.region_of_class = np.array([pools[p].region for p, _ in decoder.classes])
         self.sizes = decoder.tables.micro_batch_sizes
@@ -194,12 +194,15 @@ class Candidates(SearchProblem[Allocation]):
         size = int(self.sizes[rng.integers(len(self.sizes))])
         cp, ep = self.degrees[rng.integers(len(self.degrees))]
         stages = min(self.space.groups, int(2 ** rng.uniform(0, math.log2(self.space.groups + 1))))
-        return Allocation(workers=self.compact(self._space_of(stages).random(rng)), micro_batch_size=size, cp=cp, ep=ep)
+        none = Allocation(workers=np.empty((0, 0)), micro_batch_size=size, cp=cp, ep=ep)
+        return none.with_workers(self.compact(self._space_of(stages, none.unit).random(rng)) * none.unit)
 
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """Shift, exchange, employ, release or replace workers; split, merge or move a stage; another setting."""
         kind = rng.random()
-        if not len(x.stages):
+        unit = x.unit
+        whole = x.with_workers(x.workers // unit) if unit > 1 else x
+        if not len(whole.stages):
             return self.random(rng)
         if kind < 0.12 and len(self.sizes) > 1:
             at = self.sizes.index(x.micro_batch_size)
@@ -208,14 +211,14 @@ class Candidates(SearchProblem[Allocation]):
         if kind < 0.18 and len(self.degrees) > 1:
             cp, ep = self.degrees[rng.integers(len(self.degrees))]
             other = replace(x, cp=cp, ep=ep)
-            return other.with_workers(with_idle(other, self.space, rng)) if self._joins(rng) else other
+            return other.with_workers(with_idle(other, self._space_of, rng)) if self._joins(rng) else other
         if kind < 0.34:
-            return x.with_workers(self._restructure(x, rng))
+            return x.with_workers(self._restructure(whole, rng) * unit)
         if kind < 0.48:
-            return x.with_workers(self.compact(self._whole_pools(x, rng)))
+            return x.with_workers(self.compact(self._whole_pools(whole, rng)) * unit)
         if kind < 0.60:
-            return x.with_workers(self.compact(self._replace(x, rng)))
-        return x.with_workers(self._small_step(x.stages, rng))
+            return x.with_workers(self.compact(self._replace(whole, rng)) * unit)
+        return x.with_workers(self._small_step(whole, rng) * unit)
 
     def neighbours(self, x: Allocation, rng: np.random.Generator) -> Iterator[Allocation]:
         """All that differ in one thing, in random order (`polygon.planning.neighbourhood`)."""
@@ -223,19 +226,23 @@ class Candidates(SearchProblem[Allocation]):
         settings = [(self.sizes[i], x.cp, x.ep) for i in (at - 1, at + 1) if 0 <= i < len(self.sizes)]
         settings += [(x.micro_batch_size, *how) for how in self.degrees if how != (x.cp, x.ep)]
 
-        return near(x, self.space, settings, self._rates(x.micro_batch_size), rng)
+        return near(x, self._space_of, settings, self._rates(x.micro_batch_size), rng)
 
-    def _small_step(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """A random move of some workers among the stages that there are, and at times a new one somewhere."""
+    def _small_step(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
+        """A random move of some workers among the stages that there are, and at times a new one somewhere.
+
+        As all such steps it takes and gives workers in units (`Allocation.unit`).
+        """
+        rows = x.stages
         if len(rows) < self.space.groups and rng.random() < NEW_STAGE:
             rows = np.insert(rows, int(rng.integers(len(rows) + 1)), 0, axis=0)
-        return self.compact(self._space_of(len(rows)).neighbour(rows, rng))
+        return self.compact(self._space_of(len(rows), x.unit).neighbour(rows, rng))
 
-    def _space_of(self, stages: int) -> AllocationSpace:
-        """The space of so many stages."""
-        if stages not in self._spaces:
-            self._spaces[stages] = replace(self.space, groups=stages)
-        return self._spaces[stages]
+    def _space_of(self, stages: int, unit: int) -> AllocationSpace:
+        """The space of so many stages, whose units are of so many groups each."""
+        if (stages, unit) not in self._spaces:
+            self._spaces[stages, unit] = replace(self.space, groups=stages, units=self.space.units * unit)
+        return self._spaces[stages, unit]
 
     def _whole_pools(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
         """Drop, add or re-spread a region, a pool, or a device type everywhere; or change its degree."""
@@ -261,13 +268,17 @@ class Candidates(SearchProblem[Allocation]):
         tp = degrees[int(rng.integers(len(degrees)))]
         if used and rng.random() < 0.6:
             result = self._change_degree(result, columns, tp)
-            return with_idle(x.with_workers(result), self.space, rng, columns) if self._joins(rng) else result
+            if not self._joins(rng):
+                return result
+            return with_idle(x.with_workers(result * x.unit), self._space_of, rng, columns) // x.unit
         result[:, columns] = 0
         if rng.random() < 0.5 and len(rows) > 1:
             rows = rows[[int(rng.integers(len(rows)))]]
         for c in columns:
             if classes[c][1] == tp:
-                result[rows, c] = even_parts(int(devices[classes[c][0]]) // tp, len(rows), int(rng.integers(len(rows))))
+                result[rows, c] = even_parts(
+                    int(devices[classes[c][0]]) // (tp * x.unit), len(rows), int(rng.integers(len(rows)))
+                )
         return result
 
     def _replace(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
@@ -280,7 +291,8 @@ class Candidates(SearchProblem[Allocation]):
         s, c = cells[rng.integers(len(cells))]
         lost = int(result[s, c])
         result[s, c] = 0
-        free = self.space.free(result)[self.space.pool] // self.space.units
+        space = self._space_of(len(result), x.unit)
+        free = space.free(result)[space.pool] // space.units
         free[c] = 0
         idle = np.flatnonzero(free > 0)
         if not len(idle):

@@ -78,7 +78,8 @@ class Allocation:
     Parameters
     ----------
     workers : ndarray of int64, shape (stages, classes)
-        Columns as in the decoder's `classes`; empty rows are skipped. A worker takes `cp` of a class's groups.
+        Columns as in the decoder's `classes`; empty rows are skipped. A worker takes `cp` of a class's groups; what is
+        no whole `unit` is left out.
     micro_batch_size, cp, ep : int
         See `Setting`.
     """
@@ -91,6 +92,11 @@ class Allocation:
     def with_workers(self, workers: np.ndarray) -> Allocation:
         """Others that work in the same way."""
         return Allocation(workers=workers, micro_batch_size=self.micro_batch_size, cp=self.cp, ep=self.ep)
+
+    @property
+    def unit(self) -> int:
+        """Groups of a class that a stage takes together: whole workers, as many as divide the experts among them."""
+        return math.lcm(self.cp, self.ep)
 
     @cached_property
     def setting(self) -> Setting:
@@ -204,8 +210,11 @@ class Decoder:
         return is_step_time(self.problem, self.objective)
 
     def legal(self, allocation: Allocation) -> Allocation:
-        """The allocation without the workers that the constraints keep out of their stages."""
-        return replace(allocation, workers=self.rules.legal(allocation.workers)) if self.rules else allocation
+        """The allocation without the workers that the constraints keep out of their stages, and in whole units."""
+        if self.rules:
+            allocation = allocation.with_workers(self.rules.legal(allocation.workers))
+        unit = allocation.unit
+        return allocation.with_workers(allocation.workers // unit * unit) if unit > 1 else allocation
 
     def value(self, allocation: Allocation) -> float:
         """What the search minimises (`polygon.planning.objectives`), by the fluid step time.

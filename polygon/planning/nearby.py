@@ -51,16 +51,16 @@ def allocation_of(decoder: Decoder, plan: Plan) -> Allocation:
 def with_idle(decoder: Decoder, allocation: Allocation, pool: int, idle: int) -> Iterator[Allocation]:
     """The allocation with all idle devices of a pool in one stage, or spread over all, at every degree.
 
-    Whole workers are added, of as many parts of a sequence as the allocation's have.
+    Whole workers are added, of as many parts of a sequence as the allocation's have, and as many as share experts.
     """
     stages = np.flatnonzero(allocation.workers.any(axis=1))
     for c, (p, tp) in enumerate(decoder.classes):
-        size = tp * allocation.cp
+        size = tp * allocation.unit
         if p != pool or idle < size:
             continue
         for chosen in (*([s] for s in stages), list(stages)):
             workers = allocation.workers.copy()
-            workers[chosen, c] += allocation.cp * even_parts(idle // size, len(chosen))
+            workers[chosen, c] += allocation.unit * even_parts(idle // size, len(chosen))
             yield replace(allocation, workers=workers)
 
 

@@ -22,13 +22,14 @@ MOST_CLASSES = 48
 PARTS = (1.0, 0.7, 1.4)
 """Times as quick as those whose place they take are workers of another class."""
 
+SpaceOf = Callable[[int, int], AllocationSpace]
 Settings = list[tuple[int, int, int]]
 """Micro-batch sizes, context- and expert-parallel degrees."""
 
 
 def near(
     x: Allocation,
-    space: AllocationSpace,
+    space_of: SpaceOf,
     settings: Settings,
     rates: np.ndarray,
     rng: np.random.Generator,
@@ -37,40 +38,43 @@ def near(
 
     Parameters
     ----------
+    space_of : callable
+        The space of so many rows, in units of so many groups (`Allocation.unit`).
     settings : list of (int, int, int)
         That may take the place of the allocation's own.
     rates : ndarray, shape (classes,)
         Micro-batches per second of one worker in a block.
     """
-    rows, cp = x.stages, x.cp
-    idle = space.free(x.workers)[space.pool] // (space.units * cp) * cp
+    unit = x.unit
+    space, whole = space_of(len(x.workers), unit), x.workers // unit
+    rows = whole[whole.any(axis=1)]
+    idle = space.free(whole)[space.pool] // space.units
     joining = rng.permutation(np.flatnonzero(idle > 0))[:MOST_CLASSES].tolist()
     edits: list[Callable[[np.ndarray], np.ndarray]] = _of_stages(len(rows), len(rows) < space.groups)
     for c in joining:
         for s in range(len(rows) + 1):
             if s < len(rows):
-                edits += [partial(_with_more, s=s, c=c, count=n) for n in {cp, int(idle[c])}]
+                edits += [partial(_with_more, s=s, c=c, count=n) for n in {1, int(idle[c])}]
             if len(rows) < space.groups:
-                edits += [partial(_with_stage, s=s, c=c, count=n) for n in {int(idle[c]), _half(int(idle[c]), cp)}]
+                edits += [partial(_with_stage, s=s, c=c, count=n) for n in {int(idle[c]), _half(int(idle[c]))}]
     for s, c in np.argwhere(rows).tolist():
-        here, own = int(rows[s, c]), int(space.free(x.workers)[space.pool[c]])
-        some = min(cp, here)  # what is no whole worker does nothing
-        edits += [partial(_with_more, s=s, c=c, count=-n) for n in {some, here}]
+        here, own = int(rows[s, c]), int(space.free(whole)[space.pool[c]])
+        edits += [partial(_with_more, s=s, c=c, count=-n) for n in {1, here}]
         for t in range(len(rows)):
-            counts = {some, here, min(_half(here, cp), here)} if t != s else ()
+            counts = {1, here, _half(here)} if t != s else ()
             edits += [partial(_shifted, s=s, t=t, c=c, count=n) for n in counts]
         for d in np.flatnonzero((space.pool == space.pool[c]) & (np.arange(space.classes) != c)).tolist():
             devices = here * int(space.units[c])
-            counts = {n // (int(space.units[d]) * cp) * cp for n in (devices, devices + own)}
+            counts = {n // int(space.units[d]) for n in (devices, devices + own)}
             edits += [partial(_replaced, s=s, c=c, d=d, count=n) for n in counts if n]
         for d in joining:
             if space.pool[d] != space.pool[c]:
-                as_quick = here * rates[c] / rates[d] / cp
-                counts = {min(max(1, round(part * as_quick)) * cp, int(idle[d])) for part in PARTS}
+                as_quick = here * rates[c] / rates[d]
+                counts = {min(max(1, round(part * as_quick)), int(idle[d])) for part in PARTS}
                 edits += [partial(_replaced, s=s, c=c, d=d, count=n) for n in counts]
     used = sorted(set(space.pool[rows.any(axis=0)].tolist()))
     degrees = [
-        partial(_at_degree, space=space, pools=pools, degree=degree, cp=cp)
+        partial(_at_degree, space=space, pools=pools, degree=degree)
         for pools in [used, *([p] for p in used if len(used) > 1)]
         for degree in sorted(set(space.units[np.isin(space.pool, pools)].tolist()))
     ]
@@ -81,28 +85,28 @@ def near(
             if not 0 < len(changed) <= space.groups:
                 continue
             workers = np.zeros((space.groups, space.classes), dtype=np.int64)
-            workers[: len(changed)] = changed
+            workers[: len(changed)] = changed * unit
             other = x.with_workers(workers)
         else:
-            size, other_cp, ep = settings[i - len(edits) - len(degrees)]
-            other = replace(x, micro_batch_size=size, cp=other_cp, ep=ep)
+            size, cp, ep = settings[i - len(edits) - len(degrees)]
+            other = replace(x, micro_batch_size=size, cp=cp, ep=ep)
         yield other
         if i >= len(edits) and other.micro_batch_size == x.micro_batch_size:
-            yield other.with_workers(with_idle(other, space, rng))
+            yield other.with_workers(with_idle(other, space_of, rng))
 
 
 def with_idle(
-    x: Allocation, space: AllocationSpace, rng: np.random.Generator, classes: Sequence[int] | None = None
+    x: Allocation, space_of: SpaceOf, rng: np.random.Generator, classes: Sequence[int] | None = None
 ) -> np.ndarray:
     """The workers of an allocation, and idle devices of some classes (None: all) beside others of their class, as
     evenly as may be: one degree leaves over what another can use, so that no change of it alone may help."""
-    workers = x.workers.copy()
+    space, workers = space_of(len(x.workers), x.unit), x.workers // x.unit
     used = np.flatnonzero(workers.any(axis=0))
     for c in rng.permutation(used if classes is None else np.intersect1d(used, classes)).tolist():
         (stages,) = workers[:, c].nonzero()
-        free = int(space.free(workers)[space.pool[c]]) // (int(space.units[c]) * x.cp)
-        workers[stages, c] += x.cp * even_parts(free, len(stages), int(rng.integers(len(stages))))
-    return workers
+        free = int(space.free(workers)[space.pool[c]]) // int(space.units[c])
+        workers[stages, c] += even_parts(free, len(stages), int(rng.integers(len(stages))))
+    return workers * x.unit
 
 
 def _of_stages(count: int, room: bool) -> list[Callable[[np.ndarray], np.ndarray]]:
@@ -114,9 +118,9 @@ def _of_stages(count: int, room: bool) -> list[Callable[[np.ndarray], np.ndarray
     return edits + [partial(_cut, s=s) for s in range(count) if room]
 
 
-def _half(count: int, cp: int) -> int:
-    """The larger half, in whole workers."""
-    return (count // cp + 1) // 2 * cp
+def _half(count: int) -> int:
+    """The larger half."""
+    return (count + 1) // 2
 
 
 def _with_more(rows: np.ndarray, s: int, c: int, count: int) -> np.ndarray:
@@ -144,7 +148,7 @@ def _replaced(rows: np.ndarray, s: int, c: int, d: int, count: int) -> np.ndarra
     return rows
 
 
-def _at_degree(rows: np.ndarray, space: AllocationSpace, pools: list[int], degree: int, cp: int) -> np.ndarray:
+def _at_degree(rows: np.ndarray, space: AllocationSpace, pools: list[int], degree: int) -> np.ndarray:
     """The same devices of some pools in the same stages at a tensor-parallel degree, where they can have it."""
     rows = rows.copy()
     for p in pools:
@@ -153,7 +157,7 @@ def _at_degree(rows: np.ndarray, space: AllocationSpace, pools: list[int], degre
         if len(target):
             devices = rows[:, same] @ space.units[same]
             rows[:, same] = 0
-            rows[:, target[0]] = devices // (degree * cp) * cp
+            rows[:, target[0]] = devices // degree
     return rows
 
 

@@ -158,18 +158,38 @@ def test_another_degree_keeps_the_devices(decoder):
 
 def test_idle_devices_join_workers_of_their_class(decoder):
     """As evenly as may be, and in whole workers of a sequence's parts."""
-    space = Candidates(decoder, 4).space
+    space_of = Candidates(decoder, 4)._space_of
 
     def joined(x, classes=None):
-        return with_idle(x, space, np.random.default_rng(0), classes)[:2, :4].tolist()
+        return with_idle(x, space_of, np.random.default_rng(0), classes)[:2, :4].tolist()
 
     assert joined(allocation([1, 0, 0, 0], [1, 0, 0, 0])) == [[2, 0, 0, 0], [2, 0, 0, 0]]
     assert joined(allocation([1, 0, 0, 1], [1, 0, 0, 0])) == [[2, 0, 0, 4], [2, 0, 0, 0]]
     assert joined(allocation([1, 0, 0, 1], [1, 0, 0, 0]), [0, 1]) == [[2, 0, 0, 1], [2, 0, 0, 0]]
     assert joined(allocation([0, 1], [0, 0])) == [[0, 2, 0, 0], [0, 0, 0, 0]]
     assert joined(replace(allocation([2, 0, 0, 0], [0, 0, 0, 2]), cp=2)) == [[4, 0, 0, 0], [0, 0, 0, 4]]
-    assert joined(replace(allocation([0, 1]), cp=2)) == [[0, 1, 0, 0], [0, 0, 0, 0]]
+    assert joined(replace(allocation([0, 1]), cp=2)) == [[0, 0, 0, 0], [0, 0, 0, 0]]  # was none
+    assert joined(replace(allocation([2, 0, 0, 1], [0, 0, 0, 2]), ep=2)) == [[4, 0, 0, 0], [0, 0, 0, 4]]
     assert joined(allocation([4, 0, 0, 0], [0, 0, 0, 3])) == [[4, 0, 0, 0], [0, 0, 0, 4]]
+
+
+def test_steps_are_of_whole_units(decoder):
+    """Of four groups where experts are divided among four, of six where sequences are cut in two and experts in three:
+    random allocations, steps and all neighbours, from what is none as well."""
+    found, rng = Candidates(decoder, 4), np.random.default_rng(0)
+    assert replace(allocation([1]), cp=2, ep=4).unit == 4 and replace(allocation([1]), cp=2, ep=3).unit == 6
+    for cp, ep, unit in ((1, 2, 2), (2, 1, 2), (2, 4, 4)):
+        found.degrees = ((cp, ep),)
+        x = replace(allocation([4, 0, 0, 0], [0, 0, 0, 3]), cp=cp, ep=ep)
+        met = [found.random(rng) for _ in range(50)] + [found.neighbour(x, rng) for _ in range(300)]
+        for _ in range(300):
+            x = found.neighbour(x, rng)
+            met.append(x)
+            assert (found.space.free(x.workers) >= 0).all()
+        met += list(found.neighbours(replace(allocation([4, 0, 0, 0], [0, 0, 0, 4]), cp=cp, ep=ep), rng))
+        changed = [y for y in met if (y.workers != allocation([4, 0, 0, 0], [0, 0, 0, 3]).workers).any()]
+        assert len(changed) > 600 and all((y.workers % unit == 0).all() for y in changed)
+        assert any(y.workers.any() for y in met[:50])
 
 
 def test_a_change_of_degrees_leaves_idle_devices_or_takes_them(decoder):
