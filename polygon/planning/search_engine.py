@@ -70,7 +70,8 @@ CYCLE = 8_000
 three times so many ended 1.8 % above the best of all that was tried (six problems, four seeds), one go three times as
 long 2.9 %, once so many 5.3 %."""
 MANY_CYCLES = 3
-"""So many such cycles, or more, begin by themselves: what comes of one varies more than what one more adds to it."""
+"""Of more such cycles all but the last begin by themselves, as what comes of one varies more than what one more adds;
+after so many, or more, some sets of regions are searched by themselves."""
 NARROWED, NARROW = 2, 3_000
 """Sets of regions that are searched by themselves after so many cycles, and evaluations in each: of all moves few
 concern the regions that are in use where there are many."""
@@ -426,8 +427,8 @@ def _explore(
     The best of different structures race, and the genetic search goes on from what has come of them: which of the
     starts lead on shows after some moves, not before them. The other half of the evaluations go to a race of walks that
     accept late. Many evaluations are several such `CYCLE`s, each of which ends with descents through all neighbours.
-    All but the last of `MANY_CYCLES` begin from the starts, in turn from the best of them and from such as are unlike
-    each other; then follow short ones in the regions of the best.
+    All but the last of more than `MANY_CYCLES` begin from the starts, in turn from the best of them and from such as
+    are unlike each other; then follow short ones in the regions of the best.
     """
     if begun.interrupted:
         return 0, True, None
@@ -471,7 +472,8 @@ def _explore(
         """What each goes on from and with how many evaluations, and whether it begins from unlike ones."""
         first = candidates.copy()
         for i in range(cycles):
-            if many and i < cycles - 1:  # what is far from the best is met only by searches that do not begin from it
+            # What is far from the best is met only by searches that do not begin from it; they need some to follow.
+            if cycles > MANY_CYCLES and i < cycles - 1:
                 yield first.copy(), each, i % 2 == 1
             else:
                 yield candidates, each, False
@@ -488,7 +490,7 @@ def _explore(
 
 
 def _has_many_cycles(effort: Effort) -> bool:
-    """Whether all but the last begin by themselves."""
+    """Whether short ones in the best sets of regions follow."""
     return effort.fluid_evaluations >= MANY_CYCLES * CYCLE
 
 
