@@ -972,6 +972,7 @@ def test_a_fault_is_shown_until_it_is_mended(fresh):
         expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 3"))  # the server's answer is there
         fresh.locator("#calculate").click()
         expect(fresh.locator("#trouble")).to_contain_text(wrong)
+        expect(fresh.locator(f"[data-path='{wrong}']")).to_be_focused()  # else what is typed next goes there
         fill(fresh, count, "4")
         expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 4"))
         expect(fresh.locator(f"[data-path='{wrong}'][aria-invalid=true]")).to_have_count(int(wrong == batch))
@@ -986,6 +987,7 @@ def test_a_fault_goes_with_the_value_that_had_it(fresh):
     fill(fresh, "batch.global_batch", "many")
     fresh.locator("#calculate").click()
     expect(fresh.locator("#trouble")).to_contain_text("batch.global_batch")
+    expect(fresh.locator("[data-path='batch.global_batch']")).to_be_focused()
     fill(fresh, "batch.seq_len", "1024")
     fresh.wait_for_timeout(100)
     expect(fresh.locator("#trouble")).to_contain_text("batch.global_batch")
@@ -1183,6 +1185,7 @@ def test_undo_brings_a_fault_back(fresh):
         fresh.locator("#calculate").click()
         trouble, field = fresh.locator("#trouble"), fresh.locator(f"[data-path='{path}'][aria-invalid=true]")
         expect(trouble).to_contain_text(path)
+        expect(field).to_be_focused()
         fill(fresh, "batch.seq_len", "1024")
         fill(fresh, path, right)
         for _ in range(2):
