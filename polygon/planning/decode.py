@@ -95,8 +95,8 @@ class Allocation:
 
     @property
     def unit(self) -> int:
-        """Groups of a class that a stage takes together: whole workers, as many as divide the experts among them."""
-        return math.lcm(self.cp, self.ep)
+        """As `Setting.unit`."""
+        return self.setting.unit
 
     @cached_property
     def setting(self) -> Setting:

@@ -64,11 +64,14 @@ class AllAllocations(Candidates):
         return self.decoder.plan_value(plan) if isinstance(plan, Plan) else math.inf
 
     def solutions(self) -> Iterator[Allocation]:
-        """Every allocation without empty stages, under every setting."""
+        """Every allocation without empty stages, under every setting, in whole units of it: others are the same as one
+        of these."""
         for space in self.spaces:
             for x in space.solutions():
-                for size, cp, ep in self.settings:
-                    yield Allocation(workers=x, micro_batch_size=size, cp=cp, ep=ep)
+                for setting in self.settings:
+                    if not (x % setting.unit).any():
+                        size, cp, ep = setting
+                        yield Allocation(workers=x, micro_batch_size=size, cp=cp, ep=ep)
 
     def solutions_by_floor(self) -> Iterator[tuple[float, Allocation]]:
         """Those that have a plan, with a step time that it cannot beat."""
@@ -80,8 +83,9 @@ class AllAllocations(Candidates):
             for block in space.solution_blocks():
                 xs = block.astype(np.int16)
                 for setting in self.settings:
-                    out = floors_s(self.decoder.banks(setting), limits[setting], xs)
-                    every.append(xs[np.isfinite(out)])
+                    whole = xs[~(xs % setting.unit).any(axis=(1, 2))] if setting.unit > 1 else xs
+                    out = floors_s(self.decoder.banks(setting), limits[setting], whole)
+                    every.append(whole[np.isfinite(out)])
                     floors.append(out[np.isfinite(out)])
                     settings.append(setting)
         block_of = np.repeat(np.arange(len(floors)), [len(part) for part in floors])

@@ -6,6 +6,7 @@ and expert parallelism.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,11 @@ class Setting(NamedTuple):
     """Context-parallel degree of every worker."""
     ep: int = 1
     """Most devices over which a stage spreads its experts."""
+
+    @property
+    def unit(self) -> int:
+        """Groups of a class that a stage takes together: whole workers, as many as divide the experts among them."""
+        return math.lcm(self.cp, self.ep)
 
 
 class Bank(NamedTuple):

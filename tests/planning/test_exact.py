@@ -155,6 +155,24 @@ def test_the_proved_plan_is_the_best_of_all(problem):
     assert lower_bound_s(decoder.tables) <= found.value_s
 
 
+def test_what_is_enumerated_is_whole_and_all_else_is_one_of_these():
+    """Of four T4 whose workers take two groups, and of which two share experts: every dealing is, without what is no
+    whole unit, enumerated once; so by floors, but for what memory does not hold."""
+    everything = AllAllocations(Decoder(tiny([[("t4", 1, 4)]])), 2)
+    everything.settings = [Setting(1), Setting(1, cp=2), Setting(1, ep=2)]
+    met = [x.key for x in everything.solutions()]
+    assert len(met) == len(set(met))
+    dealt = [
+        Allocation(workers=x // setting.unit * setting.unit, micro_batch_size=1, cp=setting.cp, ep=setting.ep)
+        for space in everything.spaces
+        for x in space.solutions()
+        for setting in everything.settings
+    ]
+    assert len(dealt) > len(met) and {x.key for x in dealt if x.workers.any()} == set(met)
+    by_floor = [x.key for _, x in everything.solutions_by_floor()]
+    assert len(by_floor) == len(set(by_floor)) > 20 and set(by_floor) <= set(met)
+
+
 def test_the_search_is_within_one_percent_of_the_proved_optimum():
     """Nine of ten drawn problems; three by day, two of which (the benchmark small_instances.py counts two hundred)."""
     wanted, solved, near = cases(3), 0, 0
