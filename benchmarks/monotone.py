@@ -2,7 +2,7 @@
 
 A node, a region, better links, local steps that may be chosen, or twice the sequences (in twice the time at most).
 
-    python benchmarks/monotone.py [--count 50] [--first 0]
+    python benchmarks/monotone.py [--count 50] [--first 0] [--effort thorough]
 
 The best plan never gets worse; what is counted here is what the search misses.
 """
@@ -11,41 +11,41 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from polygon import Problem as Planner
 from polygon.domain.plan import Problem
-from polygon.planning.search_engine import find_plan
+from polygon.planning.efforts import EFFORTS
 from tests.drawn_problems import larger_problems
 
 TIMES_SEQUENCES = 2
 
 
-def step_s(problem: Problem) -> float:
-    """Step time of the plan that the search finds; an interrupted search counts for nothing."""
-    found = find_plan(problem, np.random.default_rng(0))
-    if found.interrupted:
+def step_s(problem: Problem, effort: str) -> float:
+    """Step time of the plan that the command finds; an interrupted search counts for nothing."""
+    found = Planner.of(problem).search(effort=EFFORTS[effort])
+    if found.status == "interrupted":
         raise KeyboardInterrupt
-    return found.value_s
+    return math.inf if found.estimate is None else found.estimate.step_s
 
 
-def compare(seed: int, worse: dict[str, list[float]]) -> None:
+def compare(seed: int, effort: str, worse: dict[str, list[float]]) -> None:
     """Plan one problem and those that offer more; adds by how much each is worse."""
     problem, larger = larger_problems(seed)
     larger["local steps"] = replace(problem, constraints=replace(problem.constraints, local_steps=(1, 10, 30, 100)))
     larger["sequences"] = replace(
         problem, batch=replace(problem.batch, global_batch=TIMES_SEQUENCES * problem.batch.global_batch)
     )
-    base_s = step_s(problem)
+    base_s = step_s(problem, effort)
     for name, other in larger.items() if math.isfinite(base_s) else ():
         allowed_s = base_s * (TIMES_SEQUENCES if name == "sequences" else 1)
-        over = step_s(other) / allowed_s - 1
+        over = step_s(other, effort) / allowed_s - 1
         worse.setdefault(name, []).append(over)
         print(f"seed {seed}, more {name}: {over:+.2%}", file=sys.stderr, flush=True)
 
@@ -55,19 +55,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--count", type=int, default=50, help="problems, each with six that offer more")
     parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--effort", choices=EFFORTS, default="thorough", help="as of `polygon search`")
     args = parser.parse_args()
     worse: dict[str, list[float]] = {}
     began_s = time.process_time()
     try:
         for seed in range(args.first, args.first + args.count):
-            compare(seed, worse)
+            compare(seed, args.effort, worse)
     except KeyboardInterrupt:
         print("interrupted: what was compared so far", file=sys.stderr)
-    print("more       pairs  worse  by over 1 %  mean of these  worst")
+    print("more        pairs  worse  by over 1 %  mean of these  worst")
     for name, over in worse.items():
-        bad = np.array([x for x in over if x > 1e-9])
-        mean, worst = (bad.mean(), bad.max()) if len(bad) else (0.0, 0.0)
-        print(f"{name:10} {len(over):5}  {len(bad):5}  {(bad > 0.01).sum():11}  {mean:13.2%}  {worst:5.2%}")
+        bad = [x for x in over if x > 1e-9]
+        mean, worst = (statistics.mean(bad), max(bad)) if bad else (0.0, 0.0)
+        print(f"{name:11} {len(over):5}  {len(bad):5}  {sum(x > 0.01 for x in bad):11}  {mean:13.2%}  {worst:5.2%}")
     print(f"{time.process_time() - began_s:.0f} CPU-seconds")
     return 0
 

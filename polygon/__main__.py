@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import runpy
 import sys
 from importlib import import_module, util
@@ -93,9 +92,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def program() -> int:
     """The installed command: `main` with errors as exit codes."""
-    # Imports and searches make a million objects that stay: to look through them as often as is usual takes a tenth of
-    # a short command.
-    gc.set_threshold(20_000, 20, 20)
     return cli.run(main)
 
 

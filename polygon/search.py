@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from polygon.api.choices import METHODS, EffortName
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
-from polygon.domain.errors import OutOfTimeError
+from polygon.domain.errors import InputError, OutOfTimeError
 from polygon.domain.message import Message
 from polygon.planning.clock import Clock
 
@@ -65,6 +65,13 @@ def parser() -> cli.CommandParser:
         metavar="N",
         help=f"best of N searches, never worse than fewer; or one of {', '.join(get_args(EffortName))} "
         "(default %(default)s, the same as 1)",
+    )
+    made.add_argument(
+        "--jobs",
+        type=cli.whole(1),
+        default=1,
+        metavar="N",
+        help="processes that search at the same time, one a search of the effort at most (default %(default)s)",
     )
     made.add_argument(
         "--until-gap",
@@ -115,6 +122,8 @@ def _searched(
     """The search that the options ask for, with its progress."""
     from polygon.messages.report import seconds
 
+    if args.jobs > 1 and args.method != "memetic":
+        raise InputError(f"--jobs: found {args.jobs} with the method {args.method}, expected it with memetic alone")
     with talk.progress("searching", 1.0) as show:
 
         def tell(phase: Message, part: float, best: float) -> None:
@@ -131,6 +140,7 @@ def _searched(
             groups=groups,
             robust=args.robust,
             progress=tell,
+            jobs=args.jobs,
             configurations=args.configurations or ("output.json" if args.method == "grid3d" else None),
         )
     return found

@@ -195,6 +195,7 @@ class Problem:
         robust: bool = False,
         progress: Tell | None = None,
         configurations: PathLike | None = None,
+        jobs: int = 1,
     ) -> Result:
         """Find the best plan.
 
@@ -226,6 +227,10 @@ class Problem:
             KeyboardInterrupt, which ends the search with the best so far.
         configurations : path, optional
             grid3d: where every configuration goes, priced (JSON).
+        jobs : int
+            Memetic: processes that search at the same time, of which each of the effort's searches keeps one busy; the
+            plan does not depend on it. A script that asks for more than one does so under ``if __name__ ==
+            "__main__"``, as Python starts them anew.
 
         Returns
         -------
@@ -239,6 +244,8 @@ class Problem:
         """
         require(method in METHODS, "method", method, one_of(method, METHODS))
         _require_seed(seed)
+        require(isinstance(jobs, int) and jobs >= 1, "jobs", jobs, "a whole number >= 1")
+        require(jobs == 1 or method == "memetic", "jobs", jobs, "1, but of the method memetic")
         require(objective == "time" or not robust, "objective", objective, "time for a robust plan")
         if until_gap is not None:
             may = objective == "time" and method == "memetic"
@@ -260,7 +267,14 @@ class Problem:
                 found = find_optimum(self.data, rng, effort=limits, tell=tell, tables=self.tables)
             else:
                 found = find_within_limits(
-                    self.data, seed, objective=chosen, groups=groups, effort=limits, tell=tell, tables=self.tables
+                    self.data,
+                    seed,
+                    objective=chosen,
+                    groups=groups,
+                    effort=limits,
+                    tell=tell,
+                    tables=self.tables,
+                    jobs=jobs,
                 )
         if robust and found.plan is not None:
             sure = surest(self.data, found.plan, found.bills, self.tables, clock.left_s)

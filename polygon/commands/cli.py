@@ -12,6 +12,7 @@ Data goes to standard output (with `--json` for machines), talk and progress to 
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import math
 import os
@@ -89,6 +90,9 @@ class ProgramParser(CommandParser):
 
 def run(main: Main, argv: list[str] | None = None) -> int:
     """Run a command and turn what it raises into an exit code and one line on stderr."""
+    # Imports and searches make a million objects that stay: to look through them as often as is usual takes a tenth of
+    # a short command.
+    gc.set_threshold(20_000, 20, 20)
     _prepare_streams()
     try:
         code = main(argv)

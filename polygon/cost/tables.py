@@ -33,6 +33,7 @@ KEPT_PLANS, KEPT_GROUPS = 16, 1024
 that differ in little."""
 
 Profile = KindProfile | ModelProfile
+Measurements = tuple[Sequence[Profile], Calibration]
 
 
 def running_sum(values: np.ndarray) -> np.ndarray:
@@ -167,9 +168,14 @@ class CostTables:
             sizes.append(size)
         return tuple(sizes)
 
+    @property
+    def measurements(self) -> Measurements:
+        """What they were made from beside the problem."""
+        return self._profiles, self.calibration
+
     def for_problem(self, problem: Problem) -> CostTables:
         """Tables of another problem from the same measurements."""
-        return CostTables(problem, self._profiles, self.calibration)
+        return CostTables(problem, *self.measurements)
 
     def with_other_prices(self, problem: Problem) -> CostTables:
         """Tables of a problem in which only prices are others: everything takes as long."""

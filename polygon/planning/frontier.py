@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from polygon.cost.money import Bill, excesses
-from polygon.cost.tables import CostTables
+from polygon.cost.tables import CostTables, Measurements
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
@@ -33,6 +33,7 @@ from polygon.planning.objectives import (
     Objective,
     is_step_time,
     mixture,
+    objective_named,
     over_limits,
     value_of,
     without_cost_limits,
@@ -262,19 +263,47 @@ def find_within_limits(
     effort: Effort | None = None,
     tell: Tell | None = None,
     tables: CostTables | None = None,
+    jobs: int = 1,
 ) -> Found:
     """The best plan by an objective that keeps budgets, deadline and egress caps; of all rounds of an effort.
 
     Where nothing is limited and time is minimised a round is `find_plan`. Limits that the best plan keeps without them
     change nothing. Else the best member of a collection is taken that knows no budget and no deadline, only the cap on
     egress; under a budget by the hour, or what a search that knows all limits finds from there.
+
+    Parameters
+    ----------
+    objective : Objective
+        One of `OBJECTIVES`, for more than one job.
+    jobs : int
+        Processes that make rounds.
     """
-    tables = tables or CostTables(problem)
+    search = _Round(problem, seed, objective, groups, tables or CostTables(problem))
+    return find_in_rounds(search, effort or Effort(), tell, jobs)
 
-    def search(index: int, own: Effort, told: Tell | None) -> Found:
-        return _within_limits(problem, _seed_of(seed, index), objective, groups, own, told, tables)
 
-    return find_in_rounds(search, effort or Effort(), tell)
+@dataclass(frozen=True)
+class _Round:
+    """What makes rounds of `find_within_limits`, here or in another process, which works out its own tables."""
+
+    problem: Problem
+    seed: int
+    objective: Objective
+    groups: Groups | None
+    tables: CostTables
+
+    def __call__(self, index: int, effort: Effort, tell: Tell | None) -> Found:
+        seed = _seed_of(self.seed, index)
+        return _within_limits(self.problem, seed, self.objective, self.groups, effort, tell, self.tables)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _round_anew, (self.problem, self.seed, self.objective.name, self.groups, self.tables.measurements)
+
+
+def _round_anew(
+    problem: Problem, seed: int, objective: str, groups: Groups | None, measurements: Measurements
+) -> _Round:
+    return _Round(problem, seed, objective_named(objective), groups, CostTables(problem, *measurements))
 
 
 def _seed_of(seed: int, index: int) -> int:

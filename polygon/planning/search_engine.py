@@ -35,7 +35,8 @@ from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_l
 from polygon.planning.perturb import improved
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting
-from polygon.planning.telling import EXACT, IN_PARTS, MEMETIC, POLISH, STARTS, Tell, of_round, phase_of, share
+from polygon.planning.rounds import in_rounds
+from polygon.planning.telling import EXACT, IN_PARTS, MEMETIC, POLISH, STARTS, Tell, phase_of, share
 from polygon.planning.uniform_starts import uniform_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
@@ -869,7 +870,9 @@ def _drafts(
                 yield found, x
 
 
-def find_in_rounds(search: Callable[[int, Effort, Tell | None], Found], effort: Effort, tell: Tell | None) -> Found:
+def find_in_rounds(
+    search: Callable[[int, Effort, Tell | None], Found], effort: Effort, tell: Tell | None, jobs: int = 1
+) -> Found:
     """The best of several searches: more rounds are never worse than fewer, as they begin with the same ones.
 
     Parameters
@@ -878,31 +881,22 @@ def find_in_rounds(search: Callable[[int, Effort, Tell | None], Found], effort: 
         Of the number of the round, its effort, and whom to tell. Rounds know nothing of one another.
     effort : Effort
         Each round gets what is left of its time.
+    jobs : int
+        Processes that make rounds (`polygon.planning.rounds`); what is found does not depend on it.
 
     Returns
     -------
     Found
-        The best, with the evaluations, seconds and bills of all.
+        The best, with the evaluations and bills of all, and the seconds that they took.
     """
-    clock = Clock(effort.time_limit_s)
-    met: list[Found] = []
-    searches = effort.searches()
-    for i, own in enumerate(searches):
-        left_s = clock.left_s()
-        if met and (met[-1].interrupted or left_s <= 0 or min(found.value_s for found in met) <= effort.enough):
-            break
-        try:
-            met.append(search(i, replace(own, time_limit_s=left_s), of_round(tell, i, len(searches))))
-        except KeyboardInterrupt:
-            if not met:
-                raise
-            met.append(Found(plan=None, value_s=math.inf, interrupted=True))
+    clock = Clock()
+    met, interrupted = in_rounds(search, effort, tell, lambda found: found.value_s <= effort.enough, jobs)
     best = min(met, key=lambda found: found.value_s)
     return replace(
         best,
         evaluations=sum(found.evaluations for found in met),
-        seconds=sum(found.seconds for found in met),
-        interrupted=met[-1].interrupted,
+        seconds=clock.spent_s,
+        interrupted=interrupted,
         bills=(*best.bills, *(pair for found in met if found is not best for pair in found.bills)),
     )
 

@@ -33,8 +33,9 @@ def phase_of(tell: Tell | None, phase: Message) -> Callable[[float, float], None
 
 def of_round(tell: Tell | None, index: int, rounds: int) -> Tell | None:
     """What tells of one of several rounds."""
-    if rounds == 1:
-        return tell
-    return share(
-        tell, index / rounds, (index + 1) / rounds, lambda phase: Message("phase.round", round=index + 1, phase=phase)
-    )
+    return share(tell, index / rounds, (index + 1) / rounds, lambda phase: in_round(phase, index, rounds))
+
+
+def in_round(phase: Message, index: int, rounds: int) -> Message:
+    """A phase of one of several rounds."""
+    return phase if rounds == 1 else Message("phase.round", round=index + 1, phase=phase)

@@ -1,0 +1,306 @@
+"""Searches that know nothing of one another: one after another, or side by side in processes.
+
+What they find is the same either way: each has a number, and random numbers that follow from it. The process that asks
+makes rounds as well, and hears of the others whenever its own tells how far it is. The others are started anew, not
+forked, as numeric libraries have threads; the round of one that is lost is made by another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from polygon.domain.message import Message
+from polygon.planning.clock import Clock
+from polygon.planning.telling import STARTS, Tell, in_round
+
+if TYPE_CHECKING:
+    from polygon.planning.search_engine import Effort
+
+log = logging.getLogger(__name__)
+
+TOLD_S = 0.1
+"""How often a process tells how far it is, and hears of others."""
+READY, TOLD, FOUND, FAILED = range(4)
+"""What a process says: that it can begin; phase, part and best value; what a round has found; why it could not."""
+
+
+class Outcome(Protocol):
+    """What a round has found."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was broken off."""
+        ...
+
+
+Made = TypeVar("Made", bound=Outcome)
+Search = Callable[[int, "Effort", Tell | None], Made]
+"""Of the number of a round, its effort, and whom to tell."""
+
+
+def in_rounds(
+    search: Search[Made], effort: Effort, tell: Tell | None, is_enough: Callable[[Made], bool], jobs: int = 1
+) -> tuple[list[Made], bool]:
+    """What the rounds of an effort find, in their order, up to the first that is enough.
+
+    Parameters
+    ----------
+    search : callable
+        For more than one job one that can be pickled.
+    effort : Effort
+        Each round gets what is left of its time; once that is over no other begins.
+    tell : callable, optional
+        May raise KeyboardInterrupt: all rounds end with what they have.
+    is_enough : callable
+        Whether no round is needed after one that found this.
+    jobs : int
+        Processes at most, this one included.
+
+    Returns
+    -------
+    made : list
+    interrupted : bool
+        Whether some were broken off, or not made.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        Before anything was found.
+    """
+    rounds = _Rounds(search, effort, tell, is_enough)
+    with rounds.helped_by(min(jobs, len(effort.searches())) - 1):
+        return rounds.made()
+
+
+@dataclass(eq=False)
+class _Helper:
+    """A process that makes rounds."""
+
+    process: BaseProcess
+    line: Connection
+    index: int | None = None
+    """Of the round that it makes now."""
+    phase: Message = STARTS
+
+
+class _Rounds(Generic[Made]):
+    """See `in_rounds`."""
+
+    def __init__(
+        self, search: Search[Made], effort: Effort, tell: Tell | None, is_enough: Callable[[Made], bool]
+    ) -> None:
+        self._search, self._efforts, self._clock = search, effort.searches(), Clock(effort.time_limit_s)
+        self._tell, self._is_enough = tell, is_enough
+        self._left = list(range(len(self._efforts)))
+        """To be begun."""
+        self._last = len(self._efforts) - 1
+        """No round after this one is needed."""
+        self._found: dict[int, Made] = {}
+        self._parts = [0.0] * len(self._efforts)
+        self._best = math.inf
+        self._interrupted = False
+        self._helpers: list[_Helper] = []
+        self._due = _NowAndThen(TOLD_S)
+
+    @contextlib.contextmanager
+    def helped_by(self, count: int) -> Iterator[None]:
+        """Have so many processes make rounds, too."""
+        context = multiprocessing.get_context("spawn")
+        try:
+            for _ in range(count):
+                here, there = context.Pipe()
+                process = context.Process(target=_serve, args=(there, self._search, gc.get_threshold()), daemon=True)
+                process.start()
+                there.close()  # so that the end of the process is heard here
+                self._helpers.append(_Helper(process, here))
+            yield
+        finally:
+            for helper in self._helpers:
+                helper.process.terminate()
+                helper.process.join()
+                helper.line.close()
+
+    def made(self) -> tuple[list[Made], bool]:
+        """See `in_rounds`."""
+        try:
+            while self._make_next() or self._attend():
+                pass
+        except KeyboardInterrupt:
+            self._interrupt()
+            with contextlib.suppress(KeyboardInterrupt):  # asked for again: without what the others have
+                while self._attend():
+                    pass
+            if not self._found:
+                raise
+        return [self._found[i] for i in sorted(self._found) if i <= self._last], self._interrupted
+
+    def _make_next(self) -> bool:
+        """Make the next round here; whether there was one."""
+        index = self._begun()
+        if index is None:
+            return False
+        told = partial(self._hear, index) if self._tell is not None or self._helpers else None
+        try:
+            found: Made | None = self._search(index, self._effort(index), told)
+        except KeyboardInterrupt:
+            if index <= self._last:
+                raise
+            found = None
+        self._keep(index, found)
+        return True
+
+    def _begun(self) -> int | None:
+        """Number of the round that begins now, if any does."""
+        if self._interrupted or not self._left or self._left[0] > self._last:
+            return None
+        return self._left.pop(0) if self._left[0] == 0 or self._clock.left_s() > 0 else None
+
+    def _effort(self, index: int) -> Effort:
+        return replace(self._efforts[index], time_limit_s=self._clock.left_s())
+
+    def _keep(self, index: int, found: Made | None) -> None:
+        """Note what a round has found that is over; nothing if it was broken off before there was anything."""
+        self._parts[index] = 1.0
+        if index > self._last:
+            return
+        if found is None or found.interrupted:
+            self._interrupt()
+        if found is not None:
+            self._found[index] = found
+            if self._is_enough(found):
+                self._last = index
+                self._stop(after=index)
+
+    def _interrupt(self) -> None:
+        """Let no other round begin, and those of the others end."""
+        if not self._interrupted:
+            self._interrupted = True
+            self._stop(after=-1)
+
+    def _stop(self, after: int) -> None:
+        """Have the others' rounds with larger numbers end."""
+        for helper in [*self._helpers]:
+            if helper.index is not None and helper.index > after:
+                self._ask(helper, None)
+
+    def _hear(self, index: int, phase: Message, part: float, best: float) -> None:
+        """How far the round is that is made here."""
+        self._parts[index], self._best = part, min(self._best, best)
+        if self._helpers and self._due():
+            self._answer(0.0)
+            if index > self._last:
+                raise KeyboardInterrupt
+        self._say(index, phase)
+
+    def _attend(self) -> bool:
+        """Wait for the others, and tell how far they are; whether any makes a round."""
+        working = {helper.index: helper.phase for helper in self._helpers if helper.index is not None}
+        if working:
+            self._say(min(working), working[min(working)])
+            self._answer(TOLD_S)
+        return bool(working)
+
+    def _say(self, index: int, phase: Message) -> None:
+        """Tell how far all rounds are, by the phase of one of them."""
+        if self._tell is not None and not self._interrupted:
+            parts = self._parts[: self._last + 1]
+            self._tell(in_round(phase, index, len(self._parts)), sum(parts) / len(parts), self._best)
+
+    def _answer(self, seconds: float) -> None:
+        """Take what the others say within so many seconds."""
+        of_line: dict[Any, _Helper] = {helper.line: helper for helper in self._helpers}
+        for line in wait(list(of_line), seconds):
+            self._take(of_line[line])
+
+    def _take(self, helper: _Helper) -> None:
+        """Take what one of the others says, and give it a round to make once it has none."""
+        try:
+            what, told = helper.line.recv()
+        except (EOFError, OSError):
+            self._lose(helper)
+            return
+        if what == FAILED:
+            raise told
+        if what == TOLD and helper.index is not None:
+            helper.phase, self._parts[helper.index], best = told
+            self._best = min(self._best, best)
+            return
+        if what == FOUND and helper.index is not None:
+            index, helper.index = helper.index, None
+            self._keep(index, told)
+        begun = self._begun()
+        if begun is not None:
+            helper.index, helper.phase = begun, STARTS
+            self._ask(helper, (begun, self._effort(begun)))
+
+    def _ask(self, helper: _Helper, asked: tuple[int, Effort] | None) -> None:
+        try:
+            helper.line.send(asked)
+        except OSError:
+            self._lose(helper)
+
+    def _lose(self, helper: _Helper) -> None:
+        """Have another make the round of a process that has ended."""
+        helper.process.join()
+        log.warning("a process of the search has ended by itself (%s): others go on", helper.process.exitcode)
+        self._helpers.remove(helper)
+        helper.line.close()
+        if helper.index is not None:
+            self._left = sorted([*self._left, helper.index])
+
+
+class _NowAndThen:
+    """Whether so many seconds have passed since it was last so."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._clock = seconds, Clock()
+        self._next_s = 0.0
+
+    def __call__(self) -> bool:
+        due = self._clock.spent_s >= self._next_s
+        if due:
+            self._next_s = self._clock.spent_s + self._seconds
+        return due
+
+
+def _serve(line: Connection, search: Search[Any], threshold: tuple[int, int, int]) -> None:
+    """Make the rounds that are asked for, until nobody asks any more; the garbage collector has the `threshold` of who
+    asks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the keyboard, which interrupts who asks
+    gc.set_threshold(*threshold)
+    with contextlib.suppress(EOFError, OSError):  # who asks has ended
+        line.send((READY, None))
+        while True:
+            asked = line.recv()
+            if asked is not None:  # else a round was to be broken off that was over
+                line.send(_made(line, search, *asked))
+
+
+def _made(line: Connection, search: Search[Any], index: int, effort: Effort) -> tuple[int, Any]:
+    """What a round finds, or why it cannot."""
+    due = _NowAndThen(TOLD_S)
+
+    def tell(phase: Message, part: float, best: float) -> None:
+        if due():
+            line.send((TOLD, (phase, part, best)))
+            if line.poll():
+                line.recv()
+                raise KeyboardInterrupt
+
+    try:
+        return FOUND, search(index, effort, tell)
+    except KeyboardInterrupt:
+        return FOUND, None
+    except Exception as error:  # noqa: BLE001 - it is raised where the round was asked for
+        return FAILED, error

@@ -1,0 +1,172 @@
+"""Searches side by side in processes: what one after another finds, whatever becomes of the processes."""
+
+import math
+import multiprocessing
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from polygon import Batch, Cluster, InputError, Problem
+from polygon.domain.message import Message
+from polygon.planning.rounds import in_rounds
+from polygon.planning.search_engine import Effort
+
+PHASE = Message("phase.starts")
+FIVE = Effort(rounds=5)
+
+
+@dataclass(frozen=True)
+class Made:
+    index: int
+    interrupted: bool = False
+
+
+GO = set()
+"""Numbers of the rounds that may end in this process."""
+
+
+def here():
+    return multiprocessing.parent_process() is None
+
+
+def number(index, effort, tell):
+    """Every round finds its number; here not before it may."""
+    tell(PHASE, 0.5, 10.0 - index)
+    while here() and index not in GO:
+        tell(PHASE, 0.5, 10.0 - index)
+    return Made(index)
+
+
+def ends_elsewhere(index, effort, tell):
+    """The process is lost, unless it is the one that asked."""
+    if not here():
+        os._exit(7)
+    return number(index, effort, tell)
+
+
+def fails_elsewhere(index, effort, tell):
+    """Raises, unless in the process that asked."""
+    if not here():
+        raise ArithmeticError(f"round {index}")
+    return number(index, effort, tell)
+
+
+def goes_on_elsewhere(index, effort, tell):
+    """Ends when it is told to, unless in the process that asked; there also when it may."""
+    try:
+        while not here():
+            tell(PHASE, 0.5, 10.0 - index)
+        return number(index, effort, tell)
+    except KeyboardInterrupt:
+        return Made(index, interrupted=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_may_end_yet():
+    GO.clear()
+
+
+def never(made):
+    return False
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_all_rounds_are_made_and_come_in_order(jobs):
+    """However many make them; what is told grows to the whole."""
+    told = []
+
+    def tell(phase, part, best):
+        told.append((phase, part))
+        if jobs == 1 or best == 6.0:  # else all rounds but the first are made elsewhere
+            GO.update(range(5))
+
+    made, interrupted = in_rounds(number, FIVE, tell, never, jobs)
+    assert [of.index for of in made] == [0, 1, 2, 3, 4] and not interrupted
+    parts = [part for _, part in told]
+    assert parts == sorted(parts) and parts[0] > 0 and parts[-1] <= 1
+    assert told[0][0] == Message("phase.round", round=1, phase=PHASE)
+
+
+def test_a_round_is_not_lost_with_its_process(caplog):
+    """It is made here, and the end is said."""
+
+    def tell(phase, part, best):
+        if caplog.records:
+            GO.update(range(5))
+
+    made, interrupted = in_rounds(ends_elsewhere, FIVE, tell, never, 2)
+    assert [of.index for of in made] == [0, 1, 2, 3, 4] and not interrupted
+    assert "has ended by itself (7)" in caplog.text
+
+
+def test_what_goes_wrong_elsewhere_is_raised_here():
+    """As it would be without other processes."""
+    with pytest.raises(ArithmeticError, match="round 1"):
+        in_rounds(fails_elsewhere, FIVE, lambda *of: None, never, 2)
+
+
+def test_rounds_after_one_that_is_enough_are_left():
+    """Those that have begun elsewhere are ended, and do not count."""
+
+    def tell(phase, part, best):
+        if best == 9.0:  # the second is under way
+            GO.add(0)
+
+    made, interrupted = in_rounds(goes_on_elsewhere, FIVE, tell, lambda made: made.index == 0, 2)
+    assert made == [Made(0)] and not interrupted
+
+
+def test_a_round_here_is_ended_where_one_before_it_is_enough():
+    """It does not wait for its own end."""
+
+    def tell(phase, part, best):
+        if best == 9.0:
+            GO.add(0)
+
+    made, interrupted = in_rounds(number, FIVE, tell, lambda made: made.index == 1, 2)
+    assert made == [Made(0), Made(1)] and not interrupted
+
+
+def test_an_interrupt_ends_all_rounds_with_what_they_have():
+    """Also those elsewhere, and no other begins."""
+
+    def tell(phase, part, best):
+        if best == 9.0:
+            raise KeyboardInterrupt
+
+    made, interrupted = in_rounds(goes_on_elsewhere, FIVE, tell, never, 2)
+    assert interrupted and made == [Made(0, interrupted=True), Made(1, interrupted=True)]
+
+
+def test_an_interrupt_before_anything_is_found_is_one():
+    """There is nothing to keep."""
+
+    def tell(*of):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_rounds(number, FIVE, tell, never, 1)
+
+
+def test_processes_find_the_plan_that_one_finds():
+    """Whatever the problem was measured with travels along."""
+    nodes = [{"device": "a100-40gb", "count": 1, "devices_per_node": 2}, {"device": "t4", "count": 1}]
+    cluster = Cluster.from_dict({"regions": [{"name": "here", "nodes": nodes}]})
+    problem = Problem(cluster, "opt-350m", Batch(global_batch=8, seq_len=512))
+    effort = Effort(fluid_evaluations=60, exact_evaluations=6, patience=30, polish_evaluations=6, rounds=3)
+    one, two = (problem.search(effort=effort, jobs=jobs, objective="money") for jobs in (1, 2))
+    assert one.plan is not None and one.evaluations == two.evaluations > 0
+    assert two.plan.data.stages == one.plan.data.stages and np.array_equal(two.plan.data.routes, one.plan.data.routes)
+    assert two.estimate.step_s == one.estimate.step_s and math.isfinite(two.estimate.step_s)
+
+
+@pytest.mark.parametrize("wrong", [{"jobs": 0}, {"jobs": 1.5}, {"jobs": 2, "method": "grid3d"}])
+def test_what_is_no_number_of_processes_is_refused(wrong):
+    """In one line, before anything is searched."""
+    nodes = [{"device": "t4", "count": 1}]
+    cluster = Cluster.from_dict({"regions": [{"name": "here", "nodes": nodes}]})
+    problem = Problem(cluster, "opt-350m", Batch(global_batch=8, seq_len=512))
+    with pytest.raises(InputError, match=r"^jobs: found .*expected"):
+        problem.search(**wrong)
