@@ -23,7 +23,7 @@ from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import general, kernel
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
-from polygon.planning.fluid import FIRST, SECOND, THIRD, FluidWork, fluid_step_s, work_for
+from polygon.planning.fluid import CUTS, FluidWork, fluid_step_s, work_for
 from polygon.planning.layer_split import gradient_bytes, part_at_end, passing_s, sends_in_passing, whole_makespan_s
 from polygon.planning.link_compression import pays_inside
 from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank
@@ -276,8 +276,8 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork) -> float
     work : Work
         Of `work_for` the rows of x.
     """
-    floor = _cut_floor_s(bank, limits, x, work, FIRST)
-    for cut in (SECOND, THIRD):
+    floor = np.inf
+    for cut in CUTS:
         floor = min(floor, _cut_floor_s(bank, limits, x, work, cut))
     return floor
 

@@ -27,14 +27,13 @@ from polygon.planning.device_assignment import deal_devices, dealt_as
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import (
     BEST,
+    CUTS,
     FIRST,
     FITS,
     NEVER_ENDS,
     NO_LINK,
     NO_MEMORY,
     REASONS,
-    SECOND,
-    THIRD,
     FluidWork,
     fluid_step_s,
     work_for,
@@ -255,7 +254,7 @@ class Decoder:
         allocation: Allocation,
         *,
         relax: bool = True,
-        cuts: tuple[int, ...] = (FIRST, SECOND, THIRD),
+        cuts: tuple[int, ...] = CUTS,
         known_s: float = math.inf,
     ) -> Plan | Infeasible:
         """The plan of an allocation.

@@ -232,9 +232,11 @@ def find_flows(bank: Bank, places: Places, hosts: Hosts, n: int, shared: bool) -
 
 
 @inner
-def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared: bool) -> tuple[float, float, float]:
-    """Seconds of the slowest message between stages s and s + 1, the time in which the fullest link carries all, and
-    seconds of the mean message. Fills `message`.
+def boundary_s(
+    bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared: bool
+) -> tuple[float, float, float, float]:
+    """Seconds of the slowest message between stages s and s + 1, the time in which the fullest link carries all, the
+    longest before the last message of any, and seconds of the mean message. Fills `message`.
 
     The mean of the slowest activation and the slowest gradient: workers take micro-batches in a fixed order, so all
     wait for the slowest way. The workers of a node share its links.
@@ -245,21 +247,21 @@ def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared:
         Whether any node serves several of the n stages.
     """
     regions = places.region[: places.regions[0]]
-    down, up, fullest, mean = 0.0, 0.0, 0.0, 0.0
+    down, up, fullest, rest, mean = 0.0, 0.0, 0.0, 0.0, 0.0
     for a in regions:
         for b in regions:
             part = places.flow[s, a, b]
             if part <= 0:
                 continue
-            message, full = _way_s(bank, places, hosts, n, s, s + 1, a, b, part, shared)
-            down, fullest = max(down, message), max(fullest, full)
+            message, full, last = _way_s(bank, places, hosts, n, s, s + 1, a, b, part, shared)
+            down, fullest, rest = max(down, message), max(fullest, full), max(rest, full - last)
             mean += 0.5 * part * message
             places.message[s, a, b] = message
-            message, full = _way_s(bank, places, hosts, n, s + 1, s, b, a, part, shared)
-            up, fullest = max(up, message), max(fullest, full)
+            message, full, last = _way_s(bank, places, hosts, n, s + 1, s, b, a, part, shared)
+            up, fullest, rest = max(up, message), max(fullest, full), max(rest, full - last)
             mean += 0.5 * part * message
             places.message[s, a, b] += message
-    return 0.5 * (down + up), fullest, mean
+    return 0.5 * (down + up), fullest, rest, mean
 
 
 @inner
@@ -307,8 +309,9 @@ def cards_s(bank: Bank, places: Places, hosts: Hosts, n: int, shared: bool) -> f
 @inner
 def _way_s(
     bank: Bank, places: Places, hosts: Hosts, n: int, s: int, q: int, a: int, b: int, part: float, shared: bool
-) -> tuple[float, float]:
-    """Seconds of a message from stage s in region a to stage q in b, and the time in which their links carry all.
+) -> tuple[float, float, float]:
+    """Seconds of a message from stage s in region a to stage q in b, the time in which their links carry all, and what
+    of it one message takes.
 
     Messages that go while workers compute take turns on a link and hardly ever wait there: each has all of it. Where
     workers wait for their messages, all send at once.
@@ -320,7 +323,8 @@ def _way_s(
         if a == b:
             part *= 1 - places.near[min(s, q), a]
             if part < 1e-9:
-                return bank.links.node_latency_s[pa] + bank.activation_wire[a, b] / bank.links.node_bytes_per_s[pa], 0.0
+                seconds = bank.links.node_latency_s[pa] + bank.activation_wire[a, b] / bank.links.node_bytes_per_s[pa]
+                return seconds, 0.0, 0.0
         card_crowd = places.crowd[s, a]
         if places.busy[a, b] > part * (1 + 1e-9):
             pair_crowd = _pair_crowd(places, hosts, n, s, q, a, b)
@@ -335,7 +339,7 @@ def _way_s(
     if bank.overlap.p2p:
         alone = min(bank.links.bytes_per_s[pa, pb], bank.links.card_bytes_per_s[pa])
     seconds = latency + n_bytes / alone + bank.activation_codec_s[a, b]
-    return seconds, bank.micro_batches * n_bytes * part / together
+    return seconds, bank.micro_batches * n_bytes * part / together, n_bytes / alone
 
 
 @inner

@@ -6,15 +6,20 @@ allocation's step takes about
     T = max_b (makespan_b + sum_(s < b) (t_s + 2 message_s)),   then reduction and update.
 
 makespan_b is the longest of: the least time in which stage b's workers finish all micro-batches in whole shares; the
-time in which the link behind it carries all of its messages; and what Little's law asks where memory lets only a few
-micro-batches be away from a worker at one time. Workers take micro-batches in a fixed order, so all of them that take
-the same way are away for as long as its slowest worker and message.
+same where memory lets a worker begin only a few before the first is back, and it waits for that; and what Little's law
+asks where memory lets only a few micro-batches be away from a worker at one time. Workers take micro-batches in a fixed
+order, so all of them that take the same way are away for as long as its slowest worker and message. Nor does a step
+end before the fullest link has carried all messages and the last micro-batch has gone the rest of its way.
+
+Sums of gradients begin as stages end: the first at T, those behind it sooner, the more so the more micro-batches memory
+lets be in flight and the less they compute.
 
 The layer split is exact (`polygon.planning.layer_split`): the least makespan over all ways to cut the layers, each
 stage with the fastest recomputation and ZeRO option that fits its memory. Where memory then holds too few micro-batches
 for what messages take, layers are cut once more with room for these. And where a sum of gradients ends long after the
-rest, as that of a stage between regions does, they are cut with fewer layers in such stages. The best cut counts. The
-exact simulation of the decoded plan (`polygon.cost.simulation`) decides between the best candidates.
+rest, as that of a stage between regions does, they are cut with fewer layers in such stages. The best cut counts. Plans
+are made of a fourth one, too, whose borders are where the step is shortest. The exact simulation of the decoded plan
+(`polygon.cost.simulation`) decides between the best candidates.
 """
 
 from __future__ import annotations
@@ -51,7 +56,9 @@ from polygon.planning.layer_split import (
     split_layers,
     split_layers_under_way,
     spread_bytes,
+    stage_option,
     whole_makespan_s,
+    work_as_cut,
 )
 from polygon.planning.node_sharing import (
     NONE,
@@ -76,8 +83,11 @@ REASONS = {
     TOO_FEW_MICRO_BATCHES: Message("reason.too_few_micro_batches"),
 }
 NEVER_ENDS = Message("reason.never_ends")
-FIRST, SECOND, THIRD, BEST = 0, 1, 2, 3
-"""Which cut of the layers `fluid_step_s` prices."""
+FIRST, SECOND, THIRD, BEST, FOURTH = range(5)
+"""Which cut of the layers `fluid_step_s` prices; `BEST` of the first three."""
+CUTS = (FIRST, SECOND, THIRD, FOURTH)
+SHORTER = 0.02
+"""Part of a step by which borders that move have to make it shorter for the fourth cut to count."""
 SEEN = 0.02
 """Part of a step that is to be gained from shorter sums for layers to be cut a third time."""
 MOST_CAPS = 4
@@ -142,6 +152,16 @@ class FluidWork(NamedTuple):
     before: np.ndarray
     """(rows,) seconds of a micro-batch: on a stage's slowest worker, on its quickest, what of them that waits for
     messages, on the slowest way to the next stage, and in all stages before, there and back."""
+    ends: np.ndarray
+    trips: np.ndarray
+    fill: np.ndarray
+    span: np.ndarray
+    flight: np.ndarray
+    rest: np.ndarray
+    waited: np.ndarray
+    """(rows,) seconds: until a stage ends its last backward; from its last forward to that; until its first forward;
+    its makespan; backwards of all that a worker holds, of whose are least; for which links behind it carry
+    messages before the last; and of a worker that memory has wait for its first backward, all in all."""
     away_s: np.ndarray
     limits_s: np.ndarray
     """Without and with shares kept along the stages: (2, rows) seconds that a micro-batch is under way behind each
@@ -209,6 +229,13 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         waits=np.zeros(rows),
         message=np.zeros(rows),
         before=np.zeros(rows),
+        ends=np.zeros(rows),
+        trips=np.zeros(rows),
+        fill=np.zeros(rows),
+        span=np.zeros(rows),
+        flight=np.zeros(rows),
+        rest=np.zeros(rows),
+        waited=np.zeros(rows),
         away_s=np.zeros((2, rows)),
         limits_s=np.zeros((2, 2)),
         reduction=reductions_for(rows),
@@ -253,7 +280,8 @@ def fluid_step_s(
     cut : int
         `FIRST`: layers are cut as if nothing were under way between stages. `SECOND`: once more, where memory then
         holds too few micro-batches. `THIRD`: with fewer layers in stages whose gradients take long to sum, where that
-        is better than both. (Inf where a cut changes nothing.) `BEST`: the best of all.
+        is better than both. `BEST`: the best of these. `FOURTH`: that with borders moved for as long as the step gets
+        shorter, as where a stage that sums for long can end before the others. (Inf where a cut changes nothing.)
     """
     stages = work.stages
     n = gather_stages(x, stages, bank.cp)
@@ -332,8 +360,54 @@ def fluid_step_s(
             _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
         else:
             soonest = goal
+    if cut == FOURTH:
+        return _move_borders(bank, work, x, n, bounds, options, stages_out, value), FITS
     _copy(n, old_bounds, old_options, old_out, bounds, options, stages_out)
     return (value if cut == BEST or value < uncapped else np.inf), FITS
+
+
+@inner
+def _move_borders(
+    bank: Bank,
+    work: FluidWork,
+    x: np.ndarray,
+    n: int,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    stages_out: np.ndarray,
+    least_s: float,
+) -> float:
+    """Seconds per step with the borders of n stages moved, from the cut in `old_bounds` whose step takes `least_s`, a
+    layer at a time for as long as it gets shorter; inf where that brings little."""
+    old_bounds, old_options, old_out = work.old_bounds, work.old_options, work.old_out
+    _hold_windows(bank, work.stages, n)
+    for s in range(n):
+        work_as_cut(bank, work.stages, s, old_bounds, old_options)
+    value, at, failures = least_s, 0, 0
+    while failures < 2 * (n - 1):
+        s, by = 1 + at // 2 % (n - 1), 1 - 2 * (at % 2)
+        border, moved, fits = old_bounds[s] + by, False, True
+        if old_bounds[s - 1] < border < old_bounds[s + 1]:
+            _copy(n, old_bounds, old_options, old_out, bounds, options, stages_out)
+            bounds[s] = border
+            for t in range(s - 1, s + 1):
+                mode, zero, blocks = stage_option(bank, work.stages, t, bounds[t], bounds[t + 1])
+                options[0, t], options[1, t], options[2, t] = mode, zero, blocks
+                fits = fits and zero >= 0
+            other = _value_s(bank, work, x, n, bounds, options, stages_out) if fits else np.inf
+            moved = other < value * (1 - 1e-6)
+            if moved:
+                value = other
+                _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
+            else:
+                for t in range(s - 1, s + 1):
+                    work_as_cut(bank, work.stages, t, old_bounds, old_options)
+        if moved:
+            failures = 0  # the same way once more
+        else:
+            at, failures = at + 1, failures + 1
+    _copy(n, old_bounds, old_options, old_out, bounds, options, stages_out)
+    return value if value < (1 - SHORTER) * least_s else np.inf
 
 
 @inner
@@ -563,7 +637,7 @@ def _pipeline_s(
     lock_shares(places.rates, n, locked, places.share)
     if not find_flows(bank, places, work.hosts, n, shared):
         return np.inf
-    busy_s, links_s, longest_s, fullest_s, before_s, waited = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    busy_s, links_s, longest_s, fullest_s, before_s, waited, fill_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for s in range(n):
         slowest, quickest, width, rate = 0.0, np.inf, 0.0, 0.0
         makespan = kinds_makespan_s(bank, stages, s)
@@ -575,9 +649,9 @@ def _pipeline_s(
                 rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
         if locked:
             makespan = _locked_makespan_s(bank, stages, places, s, makespan)
-        message, sent, fullest = 0.0, 0.0, 0.0
+        message, sent, fullest, rest = 0.0, 0.0, 0.0, 0.0
         if s + 1 < n:
-            message, fullest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
+            message, fullest, rest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
         work.waits[s] = 0.0
         if not bank.overlap.p2p:  # workers wait for what they send and receive
             longest = message + waited if bank.overlap.apart else max(message, waited)
@@ -591,10 +665,13 @@ def _pipeline_s(
         work.passing[s], work.message[s], away_s[s], work.before[s] = slowest, message, 2 * sent, before_s
         work.quickest[s] = quickest
         longest_s, fullest_s = max(longest_s, makespan), max(fullest_s, fullest)
+        work.fill[s], work.span[s], work.rest[s] = fill_s, makespan, rest
         busy_s = max(busy_s, before_s + makespan)
-        before_s += min(slowest, width / rate + work.waits[s])
-        links_s = max(links_s, before_s + fullest)
-        before_s += 2 * message
+        passed = min(slowest, width / rate + work.waits[s])
+        before_s += passed + 2 * message
+        fill_s += passed / 3 + message
+    for s in range(n - 1):  # who passes a link last still goes all the rest of the way
+        links_s = max(links_s, before_s + work.rest[s])
     if bank.overlap.p2p:
         cards = cards_s(bank, places, work.hosts, n, shared)
         fullest_s, links_s = max(fullest_s, cards), max(links_s, cards + before_s / 2)
@@ -606,6 +683,7 @@ def _pipeline_s(
         if n > 1:
             held = _held_s(bank, work, s, bounds[s], bounds[s + 1], options)
             held_s = max(held_s, held)
+            busy_s = max(busy_s, work.before[s] + work.waited[s])
             held_end_s = max(held_end_s, held + work.before[s] if held > 0 else 0.0)
     limits_s[0], limits_s[1] = max(longest_s, fullest_s), held_s
     longest = max(busy_s, links_s)
@@ -641,15 +719,20 @@ def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options:
     micro-batch is computed there and away (`find_trips`): as the order of micro-batches is fixed, that of the slowest.
     """
     stages, places, most_s = work.stages, work.places, 0.0
+    work.flight[s], work.waited[s] = np.inf, 0.0
     for i in range(stages.members[s]):
         c = stages.classes[s, i]
         r, seconds = bank.region[c], stages.seconds[s, i]
         share = bank.micro_batches * places.share[s, r] / (places.rates[s, r] * seconds)
         k = _kind_at(bank, stages, s, c)
         held = max(1.0, held_most(bank, stages, s, k, stages.kind_shards[s, k], first, last, options))
+        work.flight[s] = min(work.flight[s], min(held, share) * (seconds + work.waits[s]) * 2 / 3)
         if held < share:
             away_s = min(places.trip[s, r], LONGER * places.mean_trip[s, r])
-            most_s = max(most_s, share / held * (seconds + work.waits[s] + away_s))
+            busy_s = seconds + work.waits[s]
+            most_s = max(most_s, share / held * (busy_s + away_s))
+            idle_s = max(0.0, min(away_s, places.mean_trip[s, r]) - held * busy_s / 3)
+            work.waited[s] = max(work.waited[s], share * busy_s + idle_s)
     return most_s
 
 
@@ -891,22 +974,25 @@ def _with_reductions(
             local_steps = 1
     if stages.outer_bytes[0] == 0:
         local_steps = 1
-    step, early, local_step, outer, update = 0.0, 0.0, 0.0, 0.0, 0.0
+    step, local_step, outer, update = 0.0, 0.0, 0.0, 0.0
+    if n > 1:
+        _find_ends(work, n, end)
+    else:
+        work.ends[0] = end
     for s in range(n):
         # Backward is about two thirds of passing a stage; layers are reduced while it runs on all workers, so for no
         # longer than on the quickest.
-        backward, depth = work.passing[s] * 2 / 3, float(bounds[s + 1] - bounds[s])
+        depth = float(bounds[s + 1] - bounds[s])
         window = work.quickest[s] * 2 / 3
         update_s = of.update[s] if norm == 0 else 0.0
         of.tail[s] = of.tied[s] + update_s
-        of.begin[s], whole = summed_s(end - early, window, of.whole[s], of.last[s], depth, bank.overlap)
+        of.begin[s], whole = summed_s(work.ends[s], window, of.whole[s], of.last[s], depth, bank.overlap)
         of.late[s] = whole + of.tail[s] - end
         step = max(step, whole + of.tail[s])
-        inside = summed_s(end - early, window, of.inside[s], of.inside_last[s], depth, bank.overlap)[1]
+        inside = summed_s(work.ends[s], window, of.inside[s], of.inside_last[s], depth, bank.overlap)[1]
         local_step = max(local_step, inside + of.tied_inside[s] + update_s)
         outer = max(outer, of.whole[s] + of.tied[s] - of.tied_inside[s])
         update = max(update, of.update[s])
-        early += backward + work.message[s]
     if shared:
         hosts, regions = work.hosts, work.places.region[: work.places.regions[0]]
         find_sums(hosts, n, nodes, work.packed, bank.links.sum_turns)
@@ -925,6 +1011,37 @@ def _with_reductions(
     if local_steps > 1 and local_step < step:
         return local_step, local_steps
     return step, 1
+
+
+@inner
+def _find_ends(work: FluidWork, n: int, end: float) -> None:
+    """Fill `ends`: when each of n stages ends its last backward, the first at `end`.
+
+    At the latest a backward and a message before the stage in front of it. At the soonest when its own work and links,
+    and those behind it, let it; and when the last micro-batch is back, whose forward a stage begins once memory holds
+    all that are in flight from then on.
+    """
+    soonest, trip = 0.0, 0.0
+    for s in range(n - 1, -1, -1):
+        forward, own = work.passing[s] / 3, work.fill[s] + work.span[s]
+        trip += 2 * forward
+        if s + 1 < n:
+            trip += 2 * work.message[s]
+            own = max(own, work.fill[s + 1] + work.rest[s] + 2 * forward)
+            soonest += work.message[s] + 2 * forward
+        soonest = max(own, soonest)
+        work.ends[s], work.trips[s] = soonest, trip
+        trip += forward
+    sent, latest = 0.0, end
+    for s in range(n):
+        forward = work.passing[s] / 3
+        sent = max(sent, work.fill[s] + work.span[s] / 3)
+        ends = end if s == 0 else min(latest, max(work.ends[s], sent + work.trips[s]))
+        sent = max(sent, ends - work.flight[s])
+        work.ends[s] = min(latest, max(ends, sent + work.trips[s]))
+        latest = work.ends[s] - 2 * forward - work.message[s]
+        if s + 1 < n:
+            sent = max(sent + work.message[s], work.fill[s + 1] + work.rest[s]) + work.passing[s + 1] / 3
 
 
 @inner

@@ -318,6 +318,12 @@ def _work_by(bank: Bank, stages: Stages, s: int, option: tuple[int, int, int], f
 
 
 @inner
+def work_as_cut(bank: Bank, stages: Stages, s: int, bounds: np.ndarray, options: np.ndarray) -> None:
+    """The same for a cut of the layers."""
+    _work_by(bank, stages, s, (options[0, s], options[1, s], options[2, s]), bounds[s], bounds[s + 1])
+
+
+@inner
 def _block_s(bank: Bank, c: int) -> float:
     """Seconds of a micro-batch in the second layer on a class."""
     layer = min(1, bank.parameters.shape[1] - 2)
@@ -543,7 +549,7 @@ def split_layers_under_way(
         else:
             low = goal
     for s in range(n if found else 0):
-        _work_by(bank, stages, s, (options[0, s], options[1, s], options[2, s]), bounds[s], bounds[s + 1])
+        work_as_cut(bank, stages, s, bounds, options)
     return found
 
 

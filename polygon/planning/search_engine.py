@@ -20,7 +20,7 @@ from polygon.planning.candidates import RUNNER_UP, Candidates, ExactCandidates, 
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
 from polygon.planning.fitted_starts import Fitted, fitted, in_setting
-from polygon.planning.fluid import FIRST, SECOND, THIRD
+from polygon.planning.fluid import CUTS
 from polygon.planning.initial_solutions import (
     FARTHEST,
     closed_starts,
@@ -864,7 +864,7 @@ def _drafts(
         near = [entry for entry in uniform if entry[0] <= (1 + RUNNER_UP) * value]
         yield from ((split, x) for _, split, x in near if x is not chosen)
     for x in (chosen, *(_runners_up(exact, chosen, value) if several else ())):
-        for cut in (FIRST, SECOND, THIRD):
+        for cut in CUTS:
             found = decoder.decode(x, cuts=(cut,))
             if isinstance(found, Plan):
                 yield found, x

@@ -16,7 +16,8 @@ from polygon.formats import catalogue
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.fluid import BEST, FIRST, SECOND, THIRD, fluid_step_s, work_for
+from polygon.planning.fluid import BEST, FIRST, FOURTH, SECOND, THIRD, fluid_step_s, work_for
+from tests.drawn_problems import larger_problems
 from tests.linked_regions import cluster_of, small_gpt
 
 
@@ -200,6 +201,43 @@ def test_stages_that_sum_over_slow_links_get_fewer_layers():
     exact_s = {cut: decoder.plan_value(plan) for cut, plan in by_cut.items()}
     assert exact_s[THIRD] < 0.8 * exact_s[FIRST]
     assert decoder.plan_value(decoder.decode(x, relax=False)) == exact_s[THIRD]
+
+
+def test_stages_that_sum_together_over_slow_cards_end_before_the_pipeline():
+    """An A100 before two stages of the same two V100 nodes: nine blocks on it compute longer than all else, and both
+    sums over the slow cards begin before it ends. Balanced cuts wait for them."""
+    decoder = Decoder(larger_problems(802)[0])
+    rows = np.zeros((4, len(decoder.classes)), dtype=np.int64)
+    for s, workers in enumerate([{(1, 1): 1}, {(2, 1): 1, (3, 1): 1}, {(2, 1): 1, (3, 1): 1}, {(0, 1): 2}]):
+        for of, count in workers.items():
+            rows[s, decoder.classes.index(of)] = count
+    x = Allocation(workers=rows, micro_batch_size=4)
+    bank, out = decoder.bank(x.setting), (np.zeros(5, np.int64), np.zeros((3, 4), np.int64), np.zeros(3, np.int64))
+    steps_s, blocks = {}, {}
+    for cut in (BEST, FOURTH):
+        steps_s[cut] = fluid_step_s(bank, rows, *out, work_for(bank, 4), cut)[0]
+        blocks[cut] = int(out[0][1])
+    assert steps_s[FOURTH] < 0.95 * steps_s[BEST] and blocks[FOURTH] > blocks[BEST]
+    balanced = decoder.decode(x, relax=False, cuts=(FIRST, SECOND, THIRD))
+    moved = decoder.decode(x, relax=False)
+    assert violations(decoder.problem, moved) == []
+    assert decoder.plan_value(moved) < 0.9 * decoder.plan_value(balanced)
+    assert steps_s[FOURTH] == pytest.approx(decoder.plan_value(moved), rel=0.05)
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_what_passes_a_slow_link_last_goes_the_rest_of_its_way(layers):
+    """One worker in each of three regions, links far slower than they compute: the step is what a
+    link takes and the whole way of one micro-batch, as simulated, not only the way before that link."""
+    cluster = cluster_of([[("a100-40gb", 1, 1)]] * 3, latency_s=0.5, bytes_per_s=1e6)
+    batch, model = Batch(global_batch=16, seq_len=512), small_gpt(blocks=layers, tied_embeddings=False)
+    decoder = Decoder(Problem(cluster=cluster, model=model, batch=batch))
+    rows = np.zeros((3, len(decoder.classes)), dtype=np.int64)
+    for s in range(3):
+        rows[s, decoder.classes.index((s, 1))] = 1
+    x = Allocation(workers=rows, micro_batch_size=1)
+    plan = decoder.decode(x, relax=False)
+    assert decoder.value(x) == pytest.approx(decoder.plan_value(plan), rel=0.03)
 
 
 def test_a_third_cut_is_none_where_sums_are_hardly_late():
