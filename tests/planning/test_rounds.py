@@ -1,20 +1,23 @@
 """Searches side by side in processes: what one after another finds, whatever becomes of the processes."""
 
-import math
 import multiprocessing
 import os
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from polygon import Batch, Cluster, InputError, Problem
+from polygon import Batch, Calibration, Cluster, InputError, Problem
 from polygon.domain.message import Message
+from polygon.planning.frontier import _Round
+from polygon.planning.objectives import MONEY
 from polygon.planning.rounds import in_rounds
 from polygon.planning.search_engine import Effort
 
 PHASE = Message("phase.starts")
 FIVE = Effort(rounds=5)
+SHORT = Effort(fluid_evaluations=60, exact_evaluations=6, patience=30, polish_evaluations=6)
 
 
 @dataclass(frozen=True)
@@ -150,23 +153,37 @@ def test_an_interrupt_before_anything_is_found_is_one():
         in_rounds(number, FIVE, tell, never, 1)
 
 
-def test_processes_find_the_plan_that_one_finds():
-    """Whatever the problem was measured with travels along."""
+def small_problem(**measured):
+    """Two types of devices in a region."""
     nodes = [{"device": "a100-40gb", "count": 1, "devices_per_node": 2}, {"device": "t4", "count": 1}]
     cluster = Cluster.from_dict({"regions": [{"name": "here", "nodes": nodes}]})
-    problem = Problem(cluster, "opt-350m", Batch(global_batch=8, seq_len=512))
-    effort = Effort(fluid_evaluations=60, exact_evaluations=6, patience=30, polish_evaluations=6, rounds=3)
-    one, two = (problem.search(effort=effort, jobs=jobs, objective="money") for jobs in (1, 2))
+    return Problem(cluster, "opt-350m", Batch(global_batch=8, seq_len=512), **measured)
+
+
+def same(one, other):
+    """Whether two plans are the same."""
+    return one.stages == other.stages and np.array_equal(one.routes, other.routes) and one.spans == other.spans
+
+
+def test_a_search_finds_the_same_wherever_it_travels():
+    """Also with what the problem was measured with, and by another objective than time."""
+    twice = small_problem(calibration=Calibration(compute={"a100-40gb": 2.0, "t4": 2.0}))
+    search = _Round(twice.data, 3, MONEY, None, twice.tables)
+    here, there = (of(1, SHORT, None) for of in (search, pickle.loads(pickle.dumps(search))))
+    assert same(here.plan, there.plan) and here.value_s == there.value_s and here.evaluations == there.evaluations
+    plain = small_problem()
+    assert _Round(plain.data, 3, MONEY, None, plain.tables)(1, SHORT, None).value_s < here.value_s
+
+
+def test_more_jobs_find_the_plan_that_one_finds():
+    """As the search is asked for."""
+    one, two = (small_problem().search(effort=replace(SHORT, rounds=3), jobs=jobs) for jobs in (1, 2))
     assert one.plan is not None and one.evaluations == two.evaluations > 0
-    assert two.plan.data.stages == one.plan.data.stages and np.array_equal(two.plan.data.routes, one.plan.data.routes)
-    assert two.estimate.step_s == one.estimate.step_s and math.isfinite(two.estimate.step_s)
+    assert same(one.plan.data, two.plan.data) and two.estimate.step_s == one.estimate.step_s
 
 
 @pytest.mark.parametrize("wrong", [{"jobs": 0}, {"jobs": 1.5}, {"jobs": 2, "method": "grid3d"}])
 def test_what_is_no_number_of_processes_is_refused(wrong):
     """In one line, before anything is searched."""
-    nodes = [{"device": "t4", "count": 1}]
-    cluster = Cluster.from_dict({"regions": [{"name": "here", "nodes": nodes}]})
-    problem = Problem(cluster, "opt-350m", Batch(global_batch=8, seq_len=512))
     with pytest.raises(InputError, match=r"^jobs: found .*expected"):
-        problem.search(**wrong)
+        small_problem().search(**wrong)
