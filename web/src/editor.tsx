@@ -100,8 +100,9 @@ export function Editor(): JSX.Element {
           <div role="tablist" class="pills" aria-label={t("regions")} onKeyDown={walks(at, cluster.regions.length, pick)}>{cluster.regions.map((r: Data, i: number) => (
             <button type="button" role="tab" key={i} aria-selected={i === at} aria-controls="region" tabIndex={i === at ? 0 : -1} id={`region-tab-${i}`} onClick={() => pick(i)}>{r.name}</button>
           ))}</div>
-          {resolved.error && <div class="row middle"><p class="error" role="alert" id="cluster-error">{resolved.error}</p></div>}
-          <div role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>
+          {/* With keys: without one, the row that comes would take the panel's element, and the field in it would lose the focus. */}
+          {resolved.error && <div key="error" class="row middle"><p class="error" role="alert" id="cluster-error">{resolved.error}</p></div>}
+          <div key="region" role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>
             <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
             {rest && cluster.regions.length > 1 && <Links key={`links ${at}`} r={at} full={resolved.full} />}
           </div>
