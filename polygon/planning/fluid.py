@@ -127,6 +127,29 @@ class Reductions(NamedTuple):
     """Seconds from the end of the pipeline to that of the reduction and what follows it."""
 
 
+class PipelineTimes(NamedTuple):
+    """Seconds of every stage, up to the sums of its gradients: arrays of shape (rows,)."""
+
+    passing: np.ndarray
+    quickest: np.ndarray
+    waits: np.ndarray
+    message: np.ndarray
+    before: np.ndarray
+    """Of a micro-batch: on a stage's slowest worker, on its quickest, what of them that waits for messages, on the
+    slowest way to the next stage, and in all stages before, there and back."""
+    fill: np.ndarray
+    span: np.ndarray
+    rest: np.ndarray
+    """Until a stage's first forward; its makespan; for which links behind it carry messages before the last."""
+    flight: np.ndarray
+    waited: np.ndarray
+    """Backwards of all that a worker holds, of whose are least; a worker that memory has wait for its first backward,
+    all in all."""
+    trips: np.ndarray
+    ends: np.ndarray
+    """From a stage's last forward to its last backward; until that ends."""
+
+
 class FluidWork(NamedTuple):
     """Room in which `fluid_step_s` works; of what it leaves there, only the lists by class of `stages` are of use."""
 
@@ -145,23 +168,7 @@ class FluidWork(NamedTuple):
     no_cap: np.ndarray
     most_bytes: np.ndarray
     """(rows,) inf, and gradient bytes that stages may have when layers are cut a third time."""
-    passing: np.ndarray
-    quickest: np.ndarray
-    waits: np.ndarray
-    message: np.ndarray
-    before: np.ndarray
-    """(rows,) seconds of a micro-batch: on a stage's slowest worker, on its quickest, what of them that waits for
-    messages, on the slowest way to the next stage, and in all stages before, there and back."""
-    ends: np.ndarray
-    trips: np.ndarray
-    fill: np.ndarray
-    span: np.ndarray
-    flight: np.ndarray
-    rest: np.ndarray
-    waited: np.ndarray
-    """(rows,) seconds: until a stage ends its last backward; from its last forward to that; until its first forward;
-    its makespan; backwards of all that a worker holds, of whose are least; for which links behind it carry
-    messages before the last; and of a worker that memory has wait for its first backward, all in all."""
+    pipeline: PipelineTimes
     away_s: np.ndarray
     limits_s: np.ndarray
     """Without and with shares kept along the stages: (2, rows) seconds that a micro-batch is under way behind each
@@ -224,18 +231,7 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         lateness=np.zeros((2, rows)),
         no_cap=np.full(rows, np.inf),
         most_bytes=np.zeros(rows),
-        passing=np.zeros(rows),
-        quickest=np.zeros(rows),
-        waits=np.zeros(rows),
-        message=np.zeros(rows),
-        before=np.zeros(rows),
-        ends=np.zeros(rows),
-        trips=np.zeros(rows),
-        fill=np.zeros(rows),
-        span=np.zeros(rows),
-        flight=np.zeros(rows),
-        rest=np.zeros(rows),
-        waited=np.zeros(rows),
+        pipeline=PipelineTimes(*np.zeros((len(PipelineTimes._fields), rows))),
         away_s=np.zeros((2, rows)),
         limits_s=np.zeros((2, 2)),
         reduction=reductions_for(rows),
@@ -632,7 +628,7 @@ def _pipeline_s(
     shared : bool
         Whether any node serves several stages.
     """
-    stages, places = work.stages, work.places
+    stages, places, pipe = work.stages, work.places, work.pipeline
     away_s, limits_s = work.away_s[int(locked)], work.limits_s[int(locked)]
     lock_shares(places.rates, n, locked, places.share)
     if not find_flows(bank, places, work.hosts, n, shared):
@@ -652,26 +648,26 @@ def _pipeline_s(
         message, sent, fullest, rest = 0.0, 0.0, 0.0, 0.0
         if s + 1 < n:
             message, fullest, rest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
-        work.waits[s] = 0.0
+        pipe.waits[s] = 0.0
         if not bank.overlap.p2p:  # workers wait for what they send and receive
             longest = message + waited if bank.overlap.apart else max(message, waited)
-            work.waits[s] = 2 * longest
+            pipe.waits[s] = 2 * longest
             makespan, slowest = makespan * (1 + 2 * longest / slowest), slowest + 2 * longest
             waited, message, sent = message, 0.0, 0.0
             for a in places.region[: places.regions[0]]:
                 places.slowest[s, a] += 2 * longest
                 for b in places.region[: places.regions[0]]:
                     places.message[s, a, b] = 0.0
-        work.passing[s], work.message[s], away_s[s], work.before[s] = slowest, message, 2 * sent, before_s
-        work.quickest[s] = quickest
+        pipe.passing[s], pipe.message[s], away_s[s], pipe.before[s] = slowest, message, 2 * sent, before_s
+        pipe.quickest[s] = quickest
         longest_s, fullest_s = max(longest_s, makespan), max(fullest_s, fullest)
-        work.fill[s], work.span[s], work.rest[s] = fill_s, makespan, rest
+        pipe.fill[s], pipe.span[s], pipe.rest[s] = fill_s, makespan, rest
         busy_s = max(busy_s, before_s + makespan)
-        passed = min(slowest, width / rate + work.waits[s])
+        passed = min(slowest, width / rate + pipe.waits[s])
         before_s += passed + 2 * message
         fill_s += passed / 3 + message
     for s in range(n - 1):  # who passes a link last still goes all the rest of the way
-        links_s = max(links_s, before_s + work.rest[s])
+        links_s = max(links_s, before_s + pipe.rest[s])
     if bank.overlap.p2p:
         cards = cards_s(bank, places, work.hosts, n, shared)
         fullest_s, links_s = max(fullest_s, cards), max(links_s, cards + before_s / 2)
@@ -683,8 +679,8 @@ def _pipeline_s(
         if n > 1:
             held = _held_s(bank, work, s, bounds[s], bounds[s + 1], options)
             held_s = max(held_s, held)
-            busy_s = max(busy_s, work.before[s] + work.waited[s])
-            held_end_s = max(held_end_s, held + work.before[s] if held > 0 else 0.0)
+            busy_s = max(busy_s, pipe.before[s] + pipe.waited[s])
+            held_end_s = max(held_end_s, held + pipe.before[s] if held > 0 else 0.0)
     limits_s[0], limits_s[1] = max(longest_s, fullest_s), held_s
     longest = max(busy_s, links_s)
     return float(longest * (1 + (held_end_s / longest) ** ROUND) ** (1 / ROUND))
@@ -718,21 +714,21 @@ def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options:
     By Little's law: a worker that holds h of its m micro-batches ends one every trip / h. A trip is as long as a
     micro-batch is computed there and away (`find_trips`): as the order of micro-batches is fixed, that of the slowest.
     """
-    stages, places, most_s = work.stages, work.places, 0.0
-    work.flight[s], work.waited[s] = np.inf, 0.0
+    stages, places, pipe, most_s = work.stages, work.places, work.pipeline, 0.0
+    pipe.flight[s], pipe.waited[s] = np.inf, 0.0
     for i in range(stages.members[s]):
         c = stages.classes[s, i]
         r, seconds = bank.region[c], stages.seconds[s, i]
         share = bank.micro_batches * places.share[s, r] / (places.rates[s, r] * seconds)
         k = _kind_at(bank, stages, s, c)
         held = max(1.0, held_most(bank, stages, s, k, stages.kind_shards[s, k], first, last, options))
-        work.flight[s] = min(work.flight[s], min(held, share) * (seconds + work.waits[s]) * 2 / 3)
+        pipe.flight[s] = min(pipe.flight[s], min(held, share) * (seconds + pipe.waits[s]) * 2 / 3)
         if held < share:
             away_s = min(places.trip[s, r], LONGER * places.mean_trip[s, r])
-            busy_s = seconds + work.waits[s]
+            busy_s = seconds + pipe.waits[s]
             most_s = max(most_s, share / held * (busy_s + away_s))
             idle_s = max(0.0, min(away_s, places.mean_trip[s, r]) - held * busy_s / 3)
-            work.waited[s] = max(work.waited[s], share * busy_s + idle_s)
+            pipe.waited[s] = max(pipe.waited[s], share * busy_s + idle_s)
     return most_s
 
 
@@ -968,28 +964,25 @@ def _with_reductions(
     shared : bool
         Whether any node serves several stages: then they wait for one another (`polygon.planning.node_sharing`).
     """
-    stages, nodes, of = work.stages, work.places.nodes, work.reduction
+    stages, nodes, of, pipe = work.stages, work.places.nodes, work.reduction, work.pipeline
     for s in range(n):
         if options[ZERO, s] == 3:
             local_steps = 1
     if stages.outer_bytes[0] == 0:
         local_steps = 1
     step, local_step, outer, update = 0.0, 0.0, 0.0, 0.0
-    if n > 1:
-        _find_ends(work, n, end)
-    else:
-        work.ends[0] = end
+    _find_ends(pipe, n, end)
     for s in range(n):
         # Backward is about two thirds of passing a stage; layers are reduced while it runs on all workers, so for no
         # longer than on the quickest.
         depth = float(bounds[s + 1] - bounds[s])
-        window = work.quickest[s] * 2 / 3
+        window = pipe.quickest[s] * 2 / 3
         update_s = of.update[s] if norm == 0 else 0.0
         of.tail[s] = of.tied[s] + update_s
-        of.begin[s], whole = summed_s(work.ends[s], window, of.whole[s], of.last[s], depth, bank.overlap)
+        of.begin[s], whole = summed_s(pipe.ends[s], window, of.whole[s], of.last[s], depth, bank.overlap)
         of.late[s] = whole + of.tail[s] - end
         step = max(step, whole + of.tail[s])
-        inside = summed_s(work.ends[s], window, of.inside[s], of.inside_last[s], depth, bank.overlap)[1]
+        inside = summed_s(pipe.ends[s], window, of.inside[s], of.inside_last[s], depth, bank.overlap)[1]
         local_step = max(local_step, inside + of.tied_inside[s] + update_s)
         outer = max(outer, of.whole[s] + of.tied[s] - of.tied_inside[s])
         update = max(update, of.update[s])
@@ -1014,7 +1007,7 @@ def _with_reductions(
 
 
 @inner
-def _find_ends(work: FluidWork, n: int, end: float) -> None:
+def _find_ends(pipe: PipelineTimes, n: int, end: float) -> None:
     """Fill `ends`: when each of n stages ends its last backward, the first at `end`.
 
     At the latest a backward and a message before the stage in front of it. At the soonest when its own work and links,
@@ -1023,25 +1016,25 @@ def _find_ends(work: FluidWork, n: int, end: float) -> None:
     """
     soonest, trip = 0.0, 0.0
     for s in range(n - 1, -1, -1):
-        forward, own = work.passing[s] / 3, work.fill[s] + work.span[s]
+        forward, own = pipe.passing[s] / 3, pipe.fill[s] + pipe.span[s]
         trip += 2 * forward
         if s + 1 < n:
-            trip += 2 * work.message[s]
-            own = max(own, work.fill[s + 1] + work.rest[s] + 2 * forward)
-            soonest += work.message[s] + 2 * forward
+            trip += 2 * pipe.message[s]
+            own = max(own, pipe.fill[s + 1] + pipe.rest[s] + 2 * forward)
+            soonest += pipe.message[s] + 2 * forward
         soonest = max(own, soonest)
-        work.ends[s], work.trips[s] = soonest, trip
+        pipe.ends[s], pipe.trips[s] = soonest, trip
         trip += forward
     sent, latest = 0.0, end
     for s in range(n):
-        forward = work.passing[s] / 3
-        sent = max(sent, work.fill[s] + work.span[s] / 3)
-        ends = end if s == 0 else min(latest, max(work.ends[s], sent + work.trips[s]))
-        sent = max(sent, ends - work.flight[s])
-        work.ends[s] = min(latest, max(ends, sent + work.trips[s]))
-        latest = work.ends[s] - 2 * forward - work.message[s]
+        forward = pipe.passing[s] / 3
+        sent = max(sent, pipe.fill[s] + pipe.span[s] / 3)
+        ends = end if s == 0 else min(latest, max(pipe.ends[s], sent + pipe.trips[s]))
+        sent = max(sent, ends - pipe.flight[s])
+        pipe.ends[s] = min(latest, max(ends, sent + pipe.trips[s]))
+        latest = pipe.ends[s] - 2 * forward - pipe.message[s]
         if s + 1 < n:
-            sent = max(sent + work.message[s], work.fill[s + 1] + work.rest[s]) + work.passing[s + 1] / 3
+            sent = max(sent + pipe.message[s], pipe.fill[s + 1] + pipe.rest[s]) + pipe.passing[s + 1] / 3
 
 
 @inner
