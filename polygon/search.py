@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from polygon.api.choices import METHODS, EffortName
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
-from polygon.domain.errors import InputError, OutOfTimeError
+from polygon.domain.errors import OutOfTimeError
 from polygon.domain.message import Message
 from polygon.planning.clock import Clock
 
@@ -122,8 +122,6 @@ def _searched(
     """The search that the options ask for, with its progress."""
     from polygon.messages.report import seconds
 
-    if args.jobs > 1 and args.method != "memetic":
-        raise InputError(f"--jobs: found {args.jobs} with the method {args.method}, expected it with memetic alone")
     with talk.progress("searching", 1.0) as show:
 
         def tell(phase: Message, part: float, best: float) -> None:

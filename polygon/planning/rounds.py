@@ -11,13 +11,10 @@ import contextlib
 import gc
 import logging
 import math
-import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from polygon.domain.message import Message
@@ -25,6 +22,9 @@ from polygon.planning.clock import Clock
 from polygon.planning.telling import STARTS, Tell, in_round
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
     from polygon.planning.search_engine import Effort
 
 log = logging.getLogger(__name__)
@@ -116,14 +116,9 @@ class _Rounds(Generic[Made]):
     @contextlib.contextmanager
     def helped_by(self, count: int) -> Iterator[None]:
         """Have so many processes make rounds, too."""
-        context = multiprocessing.get_context("spawn")
         try:
             for _ in range(count):
-                here, there = context.Pipe()
-                process = context.Process(target=_serve, args=(there, self._search, gc.get_threshold()), daemon=True)
-                process.start()
-                there.close()  # so that the end of the process is heard here
-                self._helpers.append(_Helper(process, here))
+                self._helpers.append(_started(self._search))
             yield
         finally:
             for helper in self._helpers:
@@ -219,9 +214,12 @@ class _Rounds(Generic[Made]):
 
     def _answer(self, seconds: float) -> None:
         """Take what the others say within so many seconds."""
+        from multiprocessing.connection import wait
+
         of_line: dict[Any, _Helper] = {helper.line: helper for helper in self._helpers}
         for line in wait(list(of_line), seconds):
-            self._take(of_line[line])
+            if of_line[line] in self._helpers:  # else it was lost while another was told to end
+                self._take(of_line[line])
 
     def _take(self, helper: _Helper) -> None:
         """Take what one of the others says, and give it a round to make once it has none."""
@@ -272,6 +270,18 @@ class _NowAndThen:
         if due:
             self._next_s = self._clock.spent_s + self._seconds
         return due
+
+
+def _started(search: Search[Any]) -> _Helper:
+    """A process that is about to make rounds."""
+    from multiprocessing import get_context  # most searches need none, and begin sooner without
+
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, search, gc.get_threshold()), daemon=True)
+    process.start()
+    there.close()  # so that the end of the process is heard here
+    return _Helper(process, here)
 
 
 def _serve(line: Connection, search: Search[Any], threshold: tuple[int, int, int]) -> None:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from polygon import Batch, Calibration, Cluster, InputError, Problem
 from polygon.domain.message import Message
 from polygon.planning.frontier import _Round
 from polygon.planning.objectives import MONEY
-from polygon.planning.rounds import in_rounds
+from polygon.planning.rounds import FOUND, _Helper, _Rounds, in_rounds
 from polygon.planning.search_engine import Effort
 
 PHASE = Message("phase.starts")
@@ -102,6 +103,34 @@ def test_a_round_is_not_lost_with_its_process(caplog):
     made, interrupted = in_rounds(ends_elsewhere, FIVE, tell, never, 2)
     assert [of.index for of in made] == [0, 1, 2, 3, 4] and not interrupted
     assert "has ended by itself (7)" in caplog.text
+
+
+def test_a_process_is_lost_once(monkeypatch):
+    """One is to be told to end by what another has found, and has ended by itself."""
+
+    class Line:
+        def __init__(self, *says):
+            self.says = list(says)
+
+        def recv(self):
+            if not self.says:
+                raise EOFError
+            return self.says.pop(0)
+
+        def send(self, asked):
+            raise BrokenPipeError
+
+        def close(self):
+            self.says.clear()
+
+    process = SimpleNamespace(join=lambda: None, terminate=lambda: None, exitcode=-9)
+    rounds = _Rounds(number, FIVE, None, lambda made: True)
+    rounds._left = [3, 4]
+    rounds._helpers = [_Helper(process, Line((FOUND, Made(1))), index=1), _Helper(process, Line(), index=2)]
+    monkeypatch.setattr("multiprocessing.connection.wait", lambda lines, seconds: lines)
+    rounds._answer(0.0)
+    assert rounds._found == {1: Made(1)} and rounds._left == [2, 3, 4]
+    assert [helper.index for helper in rounds._helpers] == [None] and rounds._begun() is None
 
 
 def test_what_goes_wrong_elsewhere_is_raised_here():
