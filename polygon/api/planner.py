@@ -245,7 +245,7 @@ class Problem:
         require(method in METHODS, "method", method, one_of(method, METHODS))
         _require_seed(seed)
         require(isinstance(jobs, int) and jobs >= 1, "jobs", jobs, "a whole number >= 1")
-        require(jobs == 1 or method == "memetic", "jobs", jobs, "1, but of the method memetic")
+        require(jobs == 1 or method == "memetic", "jobs", jobs, "1 with any method but memetic")
         require(objective == "time" or not robust, "objective", objective, "time for a robust plan")
         if until_gap is not None:
             may = objective == "time" and method == "memetic"
