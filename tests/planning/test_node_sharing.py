@@ -256,4 +256,4 @@ def test_messages_of_stages_on_shared_nodes_cost_what_they_do_in_the_plan(pools)
     messages = decoder.step_times(decoder.decode(x, relax=False)).messages
     decoder.fluid_s(x)
     slowest_s = (messages.hold_s.max(axis=-1) + messages.latency_s).max(axis=1).mean(axis=0)
-    assert decoder._work(len(pools)).message[: len(pools) - 1] == pytest.approx(slowest_s)
+    assert decoder._work(len(pools)).pipeline.message[: len(pools) - 1] == pytest.approx(slowest_s)
