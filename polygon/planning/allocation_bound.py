@@ -23,7 +23,8 @@ from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import general, kernel
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
-from polygon.planning.fluid import CUTS, FluidWork, fluid_step_s, work_for
+from polygon.planning.fluid import CUTS, fluid_step_s
+from polygon.planning.fluid_work import FluidWork, work_for
 from polygon.planning.layer_split import gradient_bytes, part_at_end, passing_s, sends_in_passing, whole_makespan_s
 from polygon.planning.link_compression import pays_inside
 from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank

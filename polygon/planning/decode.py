@@ -34,10 +34,9 @@ from polygon.planning.fluid import (
     NO_LINK,
     NO_MEMORY,
     REASONS,
-    FluidWork,
     fluid_step_s,
-    work_for,
 )
+from polygon.planning.fluid_work import FluidWork, work_for
 from polygon.planning.link_compression import (
     activation_modes,
     alone_on_nodes,

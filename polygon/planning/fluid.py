@@ -24,56 +24,27 @@ are made of a fourth one, too, whose borders are where the step is shortest. The
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from polygon.cost.memory import OUTER_BYTES
-from polygon.cost.overlap import gathered_s, seen_parts, summed_s, sums_in_step
-from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, streamed_s, unpackings
 from polygon.domain.message import Message
-from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner, kernel
-from polygon.planning.flow import (
-    Places,
-    boundary_s,
-    cards_s,
-    find_flows,
-    find_places,
-    find_regions,
-    find_trips,
-    lock_shares,
-    places_for,
-)
+from polygon.planning.flow import find_places, find_regions
+from polygon.planning.fluid_pipeline import pipeline_s
+from polygon.planning.fluid_sums import price_reductions, with_reductions
+from polygon.planning.fluid_work import FluidWork
 from polygon.planning.layer_split import (
-    gradient_bytes,
-    held_most,
-    held_parameters,
     in_flight_estimate,
     kinds_makespan_s,
     layers_left_over,
-    part_at_end,
     split_layers,
     split_layers_under_way,
-    spread_bytes,
     stage_option,
-    whole_makespan_s,
     work_as_cut,
 )
-from polygon.planning.node_sharing import (
-    NONE,
-    Hosts,
-    beside,
-    cards_free_s,
-    common_nodes,
-    find_hosts,
-    find_sums,
-    hosts_for,
-    least_on_node,
-    pairs_free_s,
-)
-from polygon.planning.problem_arrays import ZERO, Bank
-from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for, take_turn
+from polygon.planning.node_sharing import Hosts, common_nodes, find_hosts
+from polygon.planning.problem_arrays import Bank
+from polygon.planning.stage_lists import Stages, gather_stages, kind_at, merge_kinds, take_turn, width
 
 FITS, NO_MEMORY, NO_LINK, NO_STAGE, TOO_FEW_MICRO_BATCHES = 0, 1, 2, 3, 4
 REASONS = {
@@ -92,161 +63,6 @@ SEEN = 0.02
 """Part of a step that is to be gained from shorter sums for layers to be cut a third time."""
 MOST_CAPS = 4
 """Times that half of it is tried."""
-
-FEW_EACH = 10.0
-"""Micro-batches of its slowest worker up to which a region's share is taken in whole ones."""
-LONGER = 2.0
-"""Times the mean of its trips that a worker waits for one at most: all wait for the slowest, if that is no rare one."""
-ROUND = 8.0
-"""Power of which a mean is taken of what two limits ask for that are reached at the same time."""
-
-
-class Reductions(NamedTuple):
-    """What every stage has to do when its backward ends: arrays of shape (rows,)."""
-
-    whole: np.ndarray
-    last: np.ndarray
-    inside: np.ndarray
-    inside_last: np.ndarray
-    """Seconds to reduce without waiting for other stages and of what comes last of it, and those inside regions."""
-    update: np.ndarray
-    tied: np.ndarray
-    tied_inside: np.ndarray
-    """Seconds of the update, and before it of the sum of tied embeddings; of that inside regions."""
-    n_bytes: np.ndarray
-    spread_bytes: np.ndarray
-    card_bytes: np.ndarray
-    wire_bytes: np.ndarray
-    """Gradient bytes of a worker, of these the experts' where workers spread them; of all experts what nodes of a
-    region sum at the end of a step, and what goes from place to place."""
-    begin: np.ndarray
-    tail: np.ndarray
-    zeros: np.ndarray
-    """When it begins, seconds from its end to that of the step, and zeros for the one or the other."""
-    late: np.ndarray
-    """Seconds from the end of the pipeline to that of the reduction and what follows it."""
-
-
-class PipelineTimes(NamedTuple):
-    """Seconds of every stage, up to the sums of its gradients: arrays of shape (rows,)."""
-
-    passing: np.ndarray
-    quickest: np.ndarray
-    waits: np.ndarray
-    message: np.ndarray
-    before: np.ndarray
-    """Of a micro-batch: on a stage's slowest worker, on its quickest, what of them that waits for messages, on the
-    slowest way to the next stage, and in all stages before, there and back."""
-    fill: np.ndarray
-    span: np.ndarray
-    rest: np.ndarray
-    """Until a stage's first forward; its makespan; for which links behind it carry messages before the last."""
-    flight: np.ndarray
-    waited: np.ndarray
-    """Backwards of all that a worker holds, of whose are least; a worker that memory has wait for its first backward,
-    all in all."""
-    trips: np.ndarray
-    ends: np.ndarray
-    """From a stage's last forward to its last backward; until that ends."""
-
-
-class FluidWork(NamedTuple):
-    """Room in which `fluid_step_s` works; of what it leaves there, only the lists by class of `stages` are of use."""
-
-    stages: Stages
-    places: Places
-    hosts: Hosts
-    trial: np.ndarray
-    """(rows + 1,)."""
-    old_bounds: np.ndarray
-    old_options: np.ndarray
-    old_out: np.ndarray
-    """(rows + 1,), (3, rows), (3,) what the best cut of the layers so far has led to."""
-    lateness: np.ndarray
-    """(2, rows) seconds from the end of the pipeline to that of a stage's sums: without them, and for each byte summed;
-    for the best cut so far."""
-    no_cap: np.ndarray
-    most_bytes: np.ndarray
-    """(rows,) inf, and gradient bytes that stages may have when layers are cut a third time."""
-    pipeline: PipelineTimes
-    away_s: np.ndarray
-    limits_s: np.ndarray
-    """Without and with shares kept along the stages: (2, rows) seconds that a micro-batch is under way behind each
-    stage, there and back; (2, 2) those that all take at least, for stages and links, and for what memory holds."""
-    reduction: Reductions
-    pools: np.ndarray
-    degrees: np.ndarray
-    near: np.ndarray
-    ring_nodes: np.ndarray
-    """(classes,) of one stage, as `pools`, `degrees`, `members` and `nodes` of `levels_s`."""
-    pair_share: np.ndarray
-    alone: np.ndarray
-    """(regions, regions), as in `levels_s`, and zeros for what shares no pair."""
-    packs: np.ndarray
-    apart: np.ndarray
-    """(regions,) whether nodes of a region send one another packed gradients, and none that does: as in `levels_s`."""
-    packed: np.ndarray
-    plain: np.ndarray
-    """(rows, regions) whether those of a stage do, and none that does."""
-    levels: LevelsRoom
-
-
-@gives_pointed
-def reductions_for(rows: int) -> Reductions:
-    """Room for allocations of so many rows."""
-    whole, last, inside, inside_last, update, tied, tied_inside, *sizes = np.zeros((11, rows))
-    n_bytes, spread, card_bytes, wire_bytes = sizes
-    begin, tail, zeros, late = np.zeros((4, rows))
-    return Reductions(
-        whole=whole,
-        last=last,
-        inside=inside,
-        inside_last=inside_last,
-        update=update,
-        tied=tied,
-        tied_inside=tied_inside,
-        n_bytes=n_bytes,
-        spread_bytes=spread,
-        card_bytes=card_bytes,
-        wire_bytes=wire_bytes,
-        begin=begin,
-        tail=tail,
-        zeros=zeros,
-        late=late,
-    )
-
-
-@gives_pointed
-def work_for(bank: Bank, rows: int) -> FluidWork:
-    """Room for allocations of so many rows."""
-    classes, regions = len(bank.pool), len(bank.stands)
-    return FluidWork(
-        stages=stages_for(rows, classes),
-        places=places_for(rows, regions),
-        hosts=hosts_for(bank, rows),
-        trial=np.zeros(rows + 1, dtype=np.int64),
-        old_bounds=np.zeros(rows + 1, dtype=np.int64),
-        old_options=np.zeros((3, rows), dtype=np.int64),
-        old_out=np.zeros(3, dtype=np.int64),
-        lateness=np.zeros((2, rows)),
-        no_cap=np.full(rows, np.inf),
-        most_bytes=np.zeros(rows),
-        pipeline=PipelineTimes(*np.zeros((len(PipelineTimes._fields), rows))),
-        away_s=np.zeros((2, rows)),
-        limits_s=np.zeros((2, 2)),
-        reduction=reductions_for(rows),
-        pools=np.zeros(classes, dtype=np.int64),
-        degrees=np.zeros(classes, dtype=np.int64),
-        near=np.zeros(classes, dtype=np.int64),
-        ring_nodes=np.zeros(classes, dtype=np.int64),
-        pair_share=np.zeros((regions, regions)),
-        alone=np.zeros((regions, regions)),
-        packs=np.zeros(regions, dtype=np.bool_),
-        apart=np.zeros(regions, dtype=np.bool_),
-        packed=np.zeros((rows, regions), dtype=np.bool_),
-        plain=np.zeros((rows, regions), dtype=np.bool_),
-        levels=levels_room(classes, regions),
-    )
 
 
 @kernel
@@ -294,7 +110,7 @@ def fluid_step_s(
         for i in range(stages.members[s]):
             if stages.counts[s, i] * bank.cp % bank.ep:
                 return np.inf, NO_STAGE  # experts are spread over devices of one pool and degree
-        if _width(stages, s) > bank.micro_batches:
+        if width(stages, s) > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
     makespan = np.inf
     for _ in range(2 if stages.outer_bytes[0] > 0 else 1):  # without local steps where their optimizer has no room
@@ -417,7 +233,7 @@ def _find_owed(bank: Bank, work: FluidWork, n: int) -> bool:
             stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = 0.0, 0.0
         regions, fewest = _fill_owed(bank, work, s, s, stages.owed_bytes)
         owes = owes or (regions > 1 and bank.owed_bytes > 0)
-        stages.near[s] = 1.0 if _width(stages, s) * bank.cp > regions else 0.0
+        stages.near[s] = 1.0 if width(stages, s) * bank.cp > regions else 0.0
         for r in work.places.region[: work.places.regions[0] if regions > 1 else 0]:
             if nodes[s, r] > 1:  # what is led by several nodes is laid out in their order
                 stages.near[s] = 2.0
@@ -443,7 +259,7 @@ def _fill_owed(bank: Bank, work: FluidWork, s: int, t: int, owed_bytes: np.ndarr
             fewest = count if regions == 1 else min(fewest, count)
     for i in range(stages.members[s] if regions > 1 else 0):
         c = stages.classes[s, i]
-        k = _kind_at(bank, stages, s, c)
+        k = kind_at(bank, stages, s, c)
         count = _nodes_of_both(work.hosts, nodes, s, t, bank.region[c])
         owed_bytes[s, k] = max(owed_bytes[s, k], bank.owed_bytes / count)
     return regions, fewest
@@ -456,20 +272,11 @@ def _nodes_of_both(hosts: Hosts, nodes: np.ndarray, s: int, t: int, region: int)
 
 
 @inner
-def _width(stages: Stages, s: int) -> int:
-    """Workers of stage s."""
-    width = 0
-    for i in range(stages.kind_members[s]):
-        width += stages.kind_counts[s, i]
-    return width
-
-
-@inner
 def _hold_windows(bank: Bank, stages: Stages, n: int) -> None:
     """Have every worker of n stages hold what is in flight if each behind it works on one micro-batch: fills `held`."""
     window = 0
     for s in range(n - 1, -1, -1):
-        window = min(bank.micro_batches, window + _width(stages, s))
+        window = min(bank.micro_batches, window + width(stages, s))
         in_flight_estimate(bank, stages, s, n, float(window))
 
 
@@ -547,11 +354,11 @@ def _value_s(
             idle = way == 0 and bank.ep == 1 and _leave_out_idle(bank, work.stages, n)
             find_places(bank, work.stages, n, work.places)
             shared = find_hosts(bank, work.stages, n, work.places.nodes, work.hosts)
-            norm = _price_reductions(bank, work, n, bounds, options)
+            norm = price_reductions(bank, work, n, bounds, options)
         if norm < np.inf:
-            end = _pipeline_s(bank, work, n, bounds, options, way == 1, shared)
+            end = pipeline_s(bank, work, n, bounds, options, way == 1, shared)
             local_steps = bank.local_steps if way == 1 or not several else 1
-            value, steps = _with_reductions(bank, work, n, bounds, options, end, local_steps, norm, shared)
+            value, steps = with_reductions(bank, work, n, bounds, options, end, local_steps, norm, shared)
             if value < best or way == 0:
                 best = value
                 stages_out[1], stages_out[2] = way, steps
@@ -568,18 +375,9 @@ def _list_members(bank: Bank, stages: Stages, x: np.ndarray, n: int) -> bool:
     for s in range(n):
         for i in range(stages.members[s]):
             c = stages.classes[s, i]
-            stages.seconds[s, i] = stages.kind_seconds[s, _kind_at(bank, stages, s, c)]
+            stages.seconds[s, i] = stages.kind_seconds[s, kind_at(bank, stages, s, c)]
             several = several or (n > 1 and bank.region[c] != bank.region[stages.classes[s, 0]])
     return several
-
-
-@inner
-def _kind_at(bank: Bank, stages: Stages, s: int, c: int) -> int:
-    """The place of a class's kind in the list of stage s."""
-    at = 0
-    while stages.kinds[s, at] != bank.kind[c]:
-        at += 1
-    return at
 
 
 @inner
@@ -611,537 +409,3 @@ def _leave_out_idle(bank: Bank, stages: Stages, n: int) -> bool:
                 kept += 1
         stages.members[s] = kept
     return any_idle
-
-
-@inner
-def _pipeline_s(
-    bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray, locked: bool, shared: bool
-) -> float:
-    """When stage 0 of n ends its last backward; inf where a link is missing.
-
-    Fills `passing`, `quickest`, `waits`, `message`, `before`, `away_s` and `limits_s`.
-
-    Parameters
-    ----------
-    locked : bool
-        See `lock_shares`.
-    shared : bool
-        Whether any node serves several stages.
-    """
-    stages, places, pipe = work.stages, work.places, work.pipeline
-    away_s, limits_s = work.away_s[int(locked)], work.limits_s[int(locked)]
-    lock_shares(places.rates, n, locked, places.share)
-    if not find_flows(bank, places, work.hosts, n, shared):
-        return np.inf
-    busy_s, links_s, longest_s, fullest_s, before_s, waited, fill_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for s in range(n):
-        slowest, quickest, width, rate = 0.0, np.inf, 0.0, 0.0
-        makespan = kinds_makespan_s(bank, stages, s)
-        for i in range(stages.kind_members[s]):
-            if stages.kind_seconds[s, i] <= makespan * (1 + 1e-9):  # others get no micro-batch
-                slowest = max(slowest, stages.kind_seconds[s, i])
-                quickest = min(quickest, stages.kind_seconds[s, i])
-                width += stages.kind_counts[s, i]
-                rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
-        if locked:
-            makespan = _locked_makespan_s(bank, stages, places, s, makespan)
-        message, sent, fullest, rest = 0.0, 0.0, 0.0, 0.0
-        if s + 1 < n:
-            message, fullest, rest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
-        pipe.waits[s] = 0.0
-        if not bank.overlap.p2p:  # workers wait for what they send and receive
-            longest = message + waited if bank.overlap.apart else max(message, waited)
-            pipe.waits[s] = 2 * longest
-            makespan, slowest = makespan * (1 + 2 * longest / slowest), slowest + 2 * longest
-            waited, message, sent = message, 0.0, 0.0
-            for a in places.region[: places.regions[0]]:
-                places.slowest[s, a] += 2 * longest
-                for b in places.region[: places.regions[0]]:
-                    places.message[s, a, b] = 0.0
-        pipe.passing[s], pipe.message[s], away_s[s], pipe.before[s] = slowest, message, 2 * sent, before_s
-        pipe.quickest[s] = quickest
-        longest_s, fullest_s = max(longest_s, makespan), max(fullest_s, fullest)
-        pipe.fill[s], pipe.span[s], pipe.rest[s] = fill_s, makespan, rest
-        busy_s = max(busy_s, before_s + makespan)
-        passed = min(slowest, width / rate + pipe.waits[s])
-        before_s += passed + 2 * message
-        fill_s += passed / 3 + message
-    for s in range(n - 1):  # who passes a link last still goes all the rest of the way
-        links_s = max(links_s, before_s + pipe.rest[s])
-    if bank.overlap.p2p:
-        cards = cards_s(bank, places, work.hosts, n, shared)
-        fullest_s, links_s = max(fullest_s, cards), max(links_s, cards + before_s / 2)
-    find_trips(places, n)
-    away, held_s, held_end_s = 0.0, 0.0, 0.0
-    for s in range(n - 1, -1, -1):
-        away += away_s[s]
-        away_s[s] = away
-        if n > 1:
-            held = _held_s(bank, work, s, bounds[s], bounds[s + 1], options)
-            held_s = max(held_s, held)
-            busy_s = max(busy_s, pipe.before[s] + pipe.waited[s])
-            held_end_s = max(held_end_s, held + pipe.before[s] if held > 0 else 0.0)
-    limits_s[0], limits_s[1] = max(longest_s, fullest_s), held_s
-    longest = max(busy_s, links_s)
-    return float(longest * (1 + (held_end_s / longest) ** ROUND) ** (1 / ROUND))
-
-
-@inner
-def _locked_makespan_s(bank: Bank, stages: Stages, places: Places, s: int, longest: float) -> float:
-    """Seconds in which every region ends its share of the micro-batches in stage s, `longest` at least.
-
-    In whole micro-batches, where these are few (`FEW_EACH`).
-    """
-    first = 0
-    while first < stages.members[s]:
-        r, last = bank.region[stages.classes[s, first]], first + 1
-        while last < stages.members[s] and bank.region[stages.classes[s, last]] == r:
-            last += 1
-        part = int(bank.micro_batches * places.share[s, r] + 0.5)
-        seconds = part / places.rates[s, r]
-        longest = max(longest, seconds)
-        if part > 0 and seconds + places.slowest[s, r] > longest and seconds < FEW_EACH * places.slowest[s, r]:
-            counts, each_s = stages.counts[s, first:last], stages.seconds[s, first:last]
-            longest = max(longest, whole_makespan_s(counts, each_s, last - first, part))
-        first = last
-    return longest
-
-
-@inner
-def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options: np.ndarray) -> float:
-    """Seconds that stage s takes because memory lets few micro-batches be away from it; 0: it holds all.
-
-    By Little's law: a worker that holds h of its m micro-batches ends one every trip / h. A trip is as long as a
-    micro-batch is computed there and away (`find_trips`): as the order of micro-batches is fixed, that of the slowest.
-    """
-    stages, places, pipe, most_s = work.stages, work.places, work.pipeline, 0.0
-    pipe.flight[s], pipe.waited[s] = np.inf, 0.0
-    for i in range(stages.members[s]):
-        c = stages.classes[s, i]
-        r, seconds = bank.region[c], stages.seconds[s, i]
-        share = bank.micro_batches * places.share[s, r] / (places.rates[s, r] * seconds)
-        k = _kind_at(bank, stages, s, c)
-        held = max(1.0, held_most(bank, stages, s, k, stages.kind_shards[s, k], first, last, options))
-        pipe.flight[s] = min(pipe.flight[s], min(held, share) * (seconds + pipe.waits[s]) * 2 / 3)
-        if held < share:
-            away_s = min(places.trip[s, r], LONGER * places.mean_trip[s, r])
-            busy_s = seconds + pipe.waits[s]
-            most_s = max(most_s, share / held * (busy_s + away_s))
-            idle_s = max(0.0, min(away_s, places.mean_trip[s, r]) - held * busy_s / 3)
-            pipe.waited[s] = max(pipe.waited[s], share * busy_s + idle_s)
-    return most_s
-
-
-@inner
-def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray) -> float:
-    """Price the reductions and updates of n stages, each by itself: fills `reduction`.
-
-    Returns the seconds in which all regions agree on the gradient's norm; inf where a link is missing.
-    """
-    stages, of = work.stages, work.reduction
-    nodes = work.places.nodes
-    regions = work.places.region[: work.places.regions[0]]
-    for a in regions:
-        for b in regions:
-            together = 0.0
-            for s in range(n):
-                if nodes[s, a] > 0 and nodes[s, b] > 0:
-                    together += 1.0
-            work.pair_share[a, b] = together
-    _find_packing(bank, work, n, bounds, options)
-    tied, tied_inside = 0.0, 0.0
-    if bank.tied_values > 0 and n > 1:
-        tied, tied_inside = _tied_s(bank, work, n - 1)
-    for s in range(n):
-        m = stages.members[s]
-        of.n_bytes[s], of.spread_bytes[s], update = 0.0, 0.0, 0.0
-        for i in range(m):
-            c, count = stages.classes[s, i], stages.counts[s, i]
-            here = held_parameters(bank, bank.parameters, c, bounds[s], bounds[s + 1])
-            of.n_bytes[s] = max(of.n_bytes[s], gradient_bytes(bank, c, bounds[s], bounds[s + 1]))
-            of.spread_bytes[s] = max(of.spread_bytes[s], spread_bytes(bank, c, bounds[s], bounds[s + 1]))
-            if options[ZERO, s] > 0:
-                here = held_parameters(bank, bank.divided, c, bounds[s], bounds[s + 1]) / (count * bank.cp)
-            update = max(update, here * bank.update_s_per_parameter[c])
-        of.update[s] = update
-        of.tied[s], of.tied_inside[s] = (tied, tied_inside) if s == 0 or s == n - 1 else (0.0, 0.0)
-        of.whole[s], of.last[s], of.inside[s], of.inside_last[s] = 0.0, 0.0, 0.0, 0.0
-        more = (bank.ep - 1) * of.spread_bytes[s]
-        of.card_bytes[s] = (of.n_bytes[s] + more) * _summed_part(bank, options[ZERO, s])
-        of.wire_bytes[s] = (of.n_bytes[s] + more) * (1.0 if stages.plain[0] else bank.packed_ratio)
-        for a in regions:
-            work.packed[s, a] = False
-        if of.n_bytes[s] > 0 and (m > 1 or stages.counts[s, 0] * bank.cp > 1):
-            packs = False
-            for a in regions:
-                packs = packs or (nodes[s, a] > 1 and work.packs[a])
-            part = part_at_end(bank, stages.classes[s, 0], bounds[s], bounds[s + 1])
-            depth = float(bounds[s + 1] - bounds[s])
-            _, last = seen_parts(depth, part, bank.overlap)
-            gather_s = _find_sum(bank, work, s, depth, options[ZERO, s], last, work.apart)
-            if packs:  # where nodes send one another packed gradients, if that is sooner
-                whole, ended = of.whole[s], of.last[s]
-                inside, inside_ended = of.inside[s], of.inside_last[s]
-                packed_gather_s = _find_sum(bank, work, s, depth, options[ZERO, s], last, work.packs)
-                if of.whole[s] < whole:
-                    gather_s = packed_gather_s
-                    for a in regions:
-                        work.packed[s, a] = work.packs[a]
-                else:
-                    of.whole[s], of.last[s], of.inside[s], of.inside_last[s] = whole, ended, inside, inside_ended
-            if gather_s > 0:
-                of.update[s] += gathered_s(gather_s, stages.kind_seconds[s, 0] / 3, bank.overlap)
-        if not of.whole[s] + of.tied[s] < np.inf:
-            return np.inf
-    return _norm_s(bank, work, n, options)
-
-
-@inner
-def _find_packing(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray) -> None:
-    """Fill `packs`: regions whose nodes may send one another packed gradients, as `link_compression.settled` has them.
-
-    ZeRO then divides inside nodes, and each keeps what packing owes of all its gradients: workers must hold that much.
-    Regions that add up together pack together.
-    """
-    stages, nodes, packs = work.stages, work.places.nodes, work.packs
-    regions, changed = nodes.shape[1], False
-    for a in range(regions):
-        packs[a] = bank.packs_inside[a] and not stages.plain[0]
-    for s in range(n):
-        plain = False
-        for i in range(stages.members[s]):
-            a = bank.region[stages.classes[s, i]]
-            if packs[a] and nodes[s, a] > 1 and not plain:
-                k, near = _kind_at(bank, stages, s, stages.classes[s, i]), least_on_node(work.hosts, s, a) * bank.cp
-                owed, tied = stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k]
-                stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = bank.owed_bytes, bank.owed_bytes
-                plain = held_most(bank, stages, s, k, near, bounds[s], bounds[s + 1], options) < stages.held[s, k]
-                stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = owed, tied
-        for a in range(regions if plain else 0):
-            changed = changed or (packs[a] and nodes[s, a] > 0)
-            packs[a] = packs[a] and nodes[s, a] == 0
-    while changed:
-        changed = False
-        for s in range(n):
-            plain = False
-            for a in range(regions):
-                plain = plain or (nodes[s, a] > 0 and bank.packs_inside[a] and not packs[a])
-            for a in range(regions if plain else 0):
-                changed = changed or (packs[a] and nodes[s, a] > 0)
-                packs[a] = packs[a] and nodes[s, a] == 0
-
-
-@inner
-def _find_rings(bank: Bank, work: FluidWork, s: int) -> int:
-    """Fill `pools`, `degrees`, `near` and `ring_nodes` as `polygon.cost.stage_reduction.stage_devices` has them, and
-    return how many pools there are: workers of a pool sum together, whatever their degrees, and so do parts of a
-    sequence."""
-    hosts, stages, rings = work.hosts, work.stages, 0
-    for i in range(stages.members[s]):
-        p, tp = bank.pool[stages.classes[s, i]], bank.tp[stages.classes[s, i]]
-        if rings == 0 or work.pools[rings - 1] != p:
-            work.pools[rings], work.degrees[rings], work.near[rings], work.ring_nodes[rings] = p, tp, 0, 0
-            rings += 1
-        work.degrees[rings - 1] = min(work.degrees[rings - 1], tp)
-        work.near[rings - 1] = max(work.near[rings - 1], hosts.member_most[s, i])
-        work.ring_nodes[rings - 1] += hosts.member_nodes[s, i]
-    for k in range(rings):
-        held = work.near[k] * bank.cp
-        work.near[k] = min(held, max(1, int(bank.links.collective[work.pools[k], 0]) // work.degrees[k]))
-        work.ring_nodes[k] = work.ring_nodes[k] * held // work.near[k]
-    return rings
-
-
-@inner
-def _find_sum(bank: Bank, work: FluidWork, s: int, depth: float, zero: int, last: float, apart: np.ndarray) -> float:
-    """Fill `whole`, `last`, `inside` and `inside_last` of a stage of so many layers; seconds to gather weights inside
-    places. `last` and `apart` as in `levels_s`."""
-    n_bytes, rings = work.reduction.n_bytes[s], _find_rings(bank, work, s)
-    work.levels.trees[0] = bank.links.sum_trees and bank.ep == 1
-    node_s, region_s, across_s, far_s, card_s = levels_s(
-        n_bytes,
-        work.reduction.spread_bytes[s],
-        bank.ep,
-        rings,
-        work.pools,
-        work.ring_nodes,
-        work.near,
-        work.degrees,
-        work.reduction.wire_bytes[s],
-        work.pair_share,
-        apart,
-        bank.links,
-        False,
-        last,
-        sums_in_step(depth, n_bytes, bank.links.bucket_bytes, bank.overlap),
-        work.levels,
-    )
-    across_s += _packing_s(bank, work, s, apart)
-    gather_s, part, of = 0.0, _summed_part(bank, zero), work.reduction
-    if zero > 0:  # half of it scatters gradients, and half gathers updated weights
-        if zero < 3:
-            gather_s = 0.5 * (node_s + region_s) * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
-        node_s, region_s = part * node_s, part * region_s
-        region_s += copies_s(n_bytes, rings, work.pools, work.ring_nodes, work.degrees, apart, bank.links)
-    of.whole[s] = streamed_s(node_s, region_s, across_s, far_s, card_s, last)
-    of.last[s] = far_s + (node_s + region_s + across_s - far_s) * last
-    of.inside[s] = streamed_s(node_s, region_s, 0.0, 0.0, 0.0, last)
-    of.inside_last[s] = (node_s + region_s) * last
-    return gather_s
-
-
-@inner
-def _summed_part(bank: Bank, zero: int) -> float:
-    """As `polygon.cost.zero_sums.summed_part`."""
-    if zero == 0:
-        return 1.0
-    return 0.0 if zero == 3 or (zero == 2 and bank.overlap.scatters) else 0.5
-
-
-@inner
-def _packing_s(bank: Bank, work: FluidWork, s: int, apart: np.ndarray) -> float:
-    """Seconds of packing in the sum of a stage's gradients, as `polygon.cost.stage_reduction.packing_s` prices it."""
-    nodes, stages = work.places.nodes, work.stages
-    places, lanes = 0, 0
-    for r in range(nodes.shape[1]):
-        if nodes[s, r] > 0:
-            here = nodes[s, r] if apart[r] else 1
-            lanes = nodes[s, r] // here if places == 0 else min(lanes, nodes[s, r] // here)
-            places += here
-    if places == 1 or stages.plain[0]:
-        return 0.0
-    pack_s, unpack_s, slices = 0.0, 0.0, work.degrees[0]
-    for i in range(stages.members[s]):
-        c = stages.classes[s, i]
-        pack_s, unpack_s = max(pack_s, bank.gradient_codec_s[0, c]), max(unpack_s, bank.gradient_codec_s[1, c])
-        slices = slices if bank.tp[c] == slices else 1
-    n_bytes = work.reduction.n_bytes[s] + (bank.ep - 1) * work.reduction.spread_bytes[s]
-    values = n_bytes / bank.gradient_bytes / lanes / slices
-    return float(values * (pack_s + unpackings(places, False) * unpack_s))
-
-
-@inner
-def _norm_s(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> float:
-    """Seconds to agree on the gradient's norm, as `step_times.gradient_norm_s` prices it."""
-    stages, used = work.stages, work.pair_share
-    everywhere = n == 1 and options[ZERO, 0] < 2
-    for i in range(stages.members[0]):
-        everywhere = everywhere and bank.tp[stages.classes[0, i]] == 1
-    if everywhere:
-        return 0.0
-    longest = 0.0
-    regions = work.places.region[: work.places.regions[0]]
-    for a in regions:
-        for b in regions:
-            pa, pb = bank.stands[a], bank.stands[b]
-            if a != b and used[a, a] > 0 and used[b, b] > 0 and bank.links.bytes_per_s[pa, pb] > 0:
-                longest = max(longest, bank.links.latency_s[pa, pb])
-    return longest
-
-
-@inner
-def _with_reductions(
-    bank: Bank,
-    work: FluidWork,
-    n: int,
-    bounds: np.ndarray,
-    options: np.ndarray,
-    end: float,
-    local_steps: int,
-    norm: float,
-    shared: bool,
-) -> tuple[float, int]:
-    """When the last of n stages has reduced and updated, and the local steps.
-
-    `end` is when stage 0 ends its last backward. With more than one of `local_steps` also where every region reduces by
-    itself and all meet once in so many steps, if each holds a whole pipeline with workers of one degree and whole
-    weights in a stage (`_may_meet_seldom`, room for the outer optimizer is kept); the shorter of both counts.
-
-    Parameters
-    ----------
-    norm : float
-        Seconds in which all regions agree on the gradient's norm; without it no worker waits for other stages.
-    shared : bool
-        Whether any node serves several stages: then they wait for one another (`polygon.planning.node_sharing`).
-    """
-    stages, nodes, of, pipe = work.stages, work.places.nodes, work.reduction, work.pipeline
-    for s in range(n):
-        if options[ZERO, s] == 3:
-            local_steps = 1
-    if stages.outer_bytes[0] == 0:
-        local_steps = 1
-    step, local_step, outer, update = 0.0, 0.0, 0.0, 0.0
-    _find_ends(pipe, n, end)
-    for s in range(n):
-        # Backward is about two thirds of passing a stage; layers are reduced while it runs on all workers, so for no
-        # longer than on the quickest.
-        depth = float(bounds[s + 1] - bounds[s])
-        window = pipe.quickest[s] * 2 / 3
-        update_s = of.update[s] if norm == 0 else 0.0
-        of.tail[s] = of.tied[s] + update_s
-        of.begin[s], whole = summed_s(pipe.ends[s], window, of.whole[s], of.last[s], depth, bank.overlap)
-        of.late[s] = whole + of.tail[s] - end
-        step = max(step, whole + of.tail[s])
-        inside = summed_s(pipe.ends[s], window, of.inside[s], of.inside_last[s], depth, bank.overlap)[1]
-        local_step = max(local_step, inside + of.tied_inside[s] + update_s)
-        outer = max(outer, of.whole[s] + of.tied[s] - of.tied_inside[s])
-        update = max(update, of.update[s])
-    if shared:
-        hosts, regions = work.hosts, work.places.region[: work.places.regions[0]]
-        find_sums(hosts, n, nodes, work.packed, bank.links.sum_turns)
-        free = cards_free_s(
-            bank, hosts, n, regions, nodes, of.card_bytes, of.wire_bytes, work.packed, of.begin, of.tail
-        )
-        step = pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, of.begin, of.tail, max(step, free))
-        if local_steps > 1:
-            find_sums(hosts, n, nodes, work.plain, bank.links.sum_turns)
-            free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.zeros, work.plain, of.begin, of.tail)
-            local_step = max(local_step, free)
-            outer = pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, of.zeros, of.zeros, outer)
-    if norm > 0:
-        step, local_step = step + norm + update, local_step + update
-    local_step += outer / local_steps
-    if local_steps > 1 and local_step < step:
-        return local_step, local_steps
-    return step, 1
-
-
-@inner
-def _find_ends(pipe: PipelineTimes, n: int, end: float) -> None:
-    """Fill `ends`: when each of n stages ends its last backward, the first at `end`.
-
-    At the latest a backward and a message before the stage in front of it. At the soonest when its own work and links,
-    and those behind it, let it; and when the last micro-batch is back, whose forward a stage begins once memory holds
-    all that are in flight from then on.
-    """
-    soonest, trip = 0.0, 0.0
-    for s in range(n - 1, -1, -1):
-        forward, own = pipe.passing[s] / 3, pipe.fill[s] + pipe.span[s]
-        trip += 2 * forward
-        if s + 1 < n:
-            trip += 2 * pipe.message[s]
-            own = max(own, pipe.fill[s + 1] + pipe.rest[s] + 2 * forward)
-            soonest += pipe.message[s] + 2 * forward
-        soonest = max(own, soonest)
-        pipe.ends[s], pipe.trips[s] = soonest, trip
-        trip += forward
-    sent, latest = 0.0, end
-    for s in range(n):
-        forward = pipe.passing[s] / 3
-        sent = max(sent, pipe.fill[s] + pipe.span[s] / 3)
-        ends = end if s == 0 else min(latest, max(pipe.ends[s], sent + pipe.trips[s]))
-        sent = max(sent, ends - pipe.flight[s])
-        pipe.ends[s] = min(latest, max(ends, sent + pipe.trips[s]))
-        latest = pipe.ends[s] - 2 * forward - pipe.message[s]
-        if s + 1 < n:
-            sent = max(sent + pipe.message[s], pipe.fill[s + 1] + pipe.rest[s]) + pipe.passing[s + 1] / 3
-
-
-@inner
-def _tied_s(bank: Bank, work: FluidWork, last: int) -> tuple[float, float]:
-    """Seconds to sum the gradient of tied embeddings over first and last stage, and of these inside regions, as
-    `polygon.cost.step_times.tied_embedding` prices it."""
-    if not bank.tied_once:
-        seconds = tied_pair_s(bank, work, last)
-        return seconds, seconds
-    plain, inside = tied_sum_s(bank, work, last, work.apart)
-    for r in work.places.region[: work.places.regions[0]]:
-        if work.packs[r]:  # where nodes send one another packed gradients, if that is sooner
-            packed, packed_inside = tied_sum_s(bank, work, last, work.packs)
-            return (packed, packed_inside) if packed < plain else (plain, inside)
-    return plain, inside
-
-
-@inner
-def tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tuple[float, float]:
-    """`_tied_s` in one sum over both stages, with places as `apart` has them (of `levels_s`)."""
-    stages, hosts, rings = work.stages, work.hosts, 0
-    places, lanes = 0, 0
-    for r in work.places.region[: work.places.regions[0]]:
-        begin, nodes = rings, 0
-        for s in (0, last):
-            e = hosts.first[s, r]
-            while e != NONE:
-                other = beside(hosts, e, last - s)
-                if s == 0 or other == NONE:  # a node of both counts once
-                    here = hosts.workers[e] + (hosts.workers[other] if other != NONE else 0)
-                    k = begin
-                    while k < rings and work.pools[k] != hosts.pool[e]:
-                        k += 1
-                    if k == rings:
-                        work.pools[k], work.near[k], work.ring_nodes[k], work.degrees[k] = hosts.pool[e], 0, 0, 0
-                        rings += 1
-                    work.near[k] = max(work.near[k], here * bank.cp)
-                    work.ring_nodes[k] += 1
-                    nodes += 1
-                e = hosts.following[e]
-        if nodes > 0:
-            mine = nodes if apart[r] else 1
-            lanes = nodes // mine if places == 0 else min(lanes, nodes // mine)
-            places += mine
-    pack_s, unpack_s, slices = 0.0, 0.0, bank.tp[stages.classes[0, 0]]
-    for s in (0, last):
-        for i in range(stages.members[s]):
-            c, k = stages.classes[s, i], 0
-            while work.pools[k] != bank.pool[c]:
-                k += 1
-            work.degrees[k] = bank.tp[c] if work.degrees[k] == 0 else min(work.degrees[k], bank.tp[c])
-            pack_s, unpack_s = max(pack_s, bank.gradient_codec_s[0, c]), max(unpack_s, bank.gradient_codec_s[1, c])
-            slices = slices if bank.tp[c] == slices else 1
-    for k in range(rings):
-        held = work.near[k]
-        work.near[k] = min(held, max(1, int(bank.links.collective[work.pools[k], 0]) // work.degrees[k]))
-        work.ring_nodes[k] = work.ring_nodes[k] * held // work.near[k]
-    n_bytes = bank.tied_values * bank.gradient_bytes
-    work.levels.trees[0] = False  # of a weight that both ends hold every region adds up an equal part
-    node_s, region_s, across_s, _, _ = levels_s(
-        n_bytes,
-        0.0,
-        1,
-        rings,
-        work.pools,
-        work.ring_nodes,
-        work.near,
-        work.degrees,
-        n_bytes * (1.0 if stages.plain[0] else bank.packed_ratio),
-        work.alone,
-        apart,
-        bank.links,
-        False,
-        1.0,
-        1.0,
-        work.levels,
-    )
-    if places > 1 and not stages.plain[0]:
-        across_s += bank.tied_values / lanes / slices * (pack_s + unpackings(places, False) * unpack_s)
-    return node_s + region_s + across_s, node_s + region_s
-
-
-@inner
-def tied_pair_s(bank: Bank, work: FluidWork, last: int) -> float:
-    """`_tied_s` where a worker of each stage exchanges what its stage has summed: inside a node if they share one, else
-    over their best link."""
-    stages, hosts, packs = work.stages, work.hosts, work.packs
-    best, together, least = np.inf, False, bank.tp[stages.classes[0, 0]]
-    for r in range(packs.shape[0]):
-        together = together or common_nodes(hosts, 0, last, r) > 0
-    for i in range(stages.members[0]):
-        for j in range(stages.members[last]):
-            least = min(least, bank.tp[stages.classes[0, i]], bank.tp[stages.classes[last, j]])
-    for i in range(stages.members[0]):
-        a = stages.classes[0, i]
-        p = bank.pool[a]
-        if together:
-            n_bytes = bank.tied_values * bank.gradient_bytes / least
-            best = min(best, bank.links.node_latency_s[p] + n_bytes / bank.links.node_bytes_per_s[p])
-            continue
-        for j in range(stages.members[last]):
-            b = stages.classes[last, j]
-            rate = bank.links.bytes_per_s[p, bank.pool[b]]
-            if rate > 0:
-                apart = bank.region[a] != bank.region[b] or packs[bank.region[a]]
-                packed = apart and not stages.plain[0]
-                ratio = bank.gradient_ratio[bank.region[a], bank.region[b]] if packed else 1.0
-                seconds = bank.tied_values * bank.gradient_bytes * ratio / rate
-                best = min(best, bank.links.latency_s[p, bank.pool[b]] + seconds)
-    return best

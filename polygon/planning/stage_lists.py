@@ -176,3 +176,21 @@ def _ties_are_whole(bank: Bank, stages: Stages, n: int) -> bool:
         if devices == 1:
             return True
     return False
+
+
+@inner
+def width(stages: Stages, s: int) -> int:
+    """Workers of stage s."""
+    width = 0
+    for i in range(stages.kind_members[s]):
+        width += stages.kind_counts[s, i]
+    return width
+
+
+@inner
+def kind_at(bank: Bank, stages: Stages, s: int, c: int) -> int:
+    """The place of a class's kind in the list of stage s."""
+    at = 0
+    while stages.kinds[s, at] != bank.kind[c]:
+        at += 1
+    return at

@@ -17,7 +17,7 @@ from polygon.planning.allocation_bound import floor_s, floors_s, limits_of
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.exact import AllAllocations, find_optimum
-from polygon.planning.fluid import work_for
+from polygon.planning.fluid_work import work_for
 from polygon.planning.problem_arrays import Setting
 from polygon.planning.search_engine import Effort, find_plan
 from tests.drawn_problems import small_problem

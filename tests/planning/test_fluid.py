@@ -16,7 +16,8 @@ from polygon.formats import catalogue
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.fluid import BEST, FIRST, FOURTH, SECOND, THIRD, fluid_step_s, work_for
+from polygon.planning.fluid import BEST, FIRST, FOURTH, SECOND, THIRD, fluid_step_s
+from polygon.planning.fluid_work import work_for
 from tests.drawn_problems import larger_problems
 from tests.linked_regions import cluster_of, small_gpt
 

@@ -15,7 +15,8 @@ from polygon.domain.plan import Constraints, LinkUse, Plan, Problem
 from polygon.domain.runtime import POLYGON, Runtime
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.fluid import FIRST, FITS, fluid_step_s, tied_pair_s, tied_sum_s
+from polygon.planning.fluid import FIRST, FITS, fluid_step_s
+from polygon.planning.fluid_sums import tied_pair_s, tied_sum_s
 from polygon.planning.node_sharing import cards_free_s, find_sums, pairs_free_s
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
