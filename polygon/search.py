@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from polygon.api.choices import METHODS, EffortName
+from polygon.api.choices import METHODS
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
 from polygon.domain.errors import OutOfTimeError
@@ -58,21 +58,6 @@ def parser() -> cli.CommandParser:
         help="grid3d: where every configuration goes (default output.json)",
     )
     made.add_argument("--robust", action="store_true", help="least upper end of the interval, then fewest parts")
-    made.add_argument(
-        "--effort",
-        type=_effort,
-        default="thorough",
-        metavar="N",
-        help=f"best of N searches, never worse than fewer; or one of {', '.join(get_args(EffortName))} "
-        "(default %(default)s, the same as 1)",
-    )
-    made.add_argument(
-        "--jobs",
-        type=cli.whole(1),
-        default=1,
-        metavar="N",
-        help="processes that search at the same time, one a search of the effort at most (default %(default)s)",
-    )
     made.add_argument(
         "--until-gap",
         type=cli.number(at_least=0),
@@ -192,18 +177,6 @@ def _told(
         data["run"] = asdict(run)
         text += "\n" + describe_run(run)
     return data, text
-
-
-def _effort(text: str) -> str | int:
-    """An effort by name, or a number of searches."""
-    if text in get_args(EffortName):
-        return text
-    try:
-        return cli.whole(1)(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"found {text!r}, expected a whole number >= 1 or one of {', '.join(get_args(EffortName))}"
-        ) from None
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ class Problem:
         """
         require(method in METHODS, "method", method, one_of(method, METHODS))
         _require_seed(seed)
-        require(isinstance(jobs, int) and jobs >= 1, "jobs", jobs, "a whole number >= 1")
+        _require_jobs(jobs)
         require(jobs == 1 or method == "memetic", "jobs", jobs, "1 with any method but memetic")
         require(objective == "time" or not robust, "objective", objective, "time for a robust plan")
         if until_gap is not None:
@@ -290,6 +290,7 @@ class Problem:
         time_limit_s: float | None = None,
         groups: Groups | None = None,
         progress: Tell | None = None,
+        jobs: int = 1,
     ) -> Front:
         """Find what lies between the fastest and the cheapest plan.
 
@@ -297,7 +298,7 @@ class Problem:
         ----------
         with_energy : bool
             Energy as the third thing to weigh.
-        effort, seed, time_limit_s, groups, progress
+        effort, seed, time_limit_s, groups, progress, jobs
             As of `search`.
 
         Returns
@@ -306,6 +307,7 @@ class Problem:
             Fastest first; empty, with the reason, where no plan keeps the constraints.
         """
         _require_seed(seed)
+        _require_jobs(jobs)
         clock = _clock(time_limit_s)
         data = self.data
         points, met = find_front(
@@ -316,6 +318,7 @@ class Problem:
             effort=_effort(effort, clock),
             tell=progress,
             tables=self.tables,
+            jobs=jobs,
         )
         bound = self._bound_within(clock) if points else None
         return Front(
@@ -403,6 +406,11 @@ def _require_seed(seed: int) -> None:
     """Require what random numbers can begin with."""
     fits = isinstance(seed, int | np.integer) and not isinstance(seed, bool) and seed >= 0
     require(fits, "seed", seed, "a whole number >= 0")
+
+
+def _require_jobs(jobs: int) -> None:
+    """Require a number of processes."""
+    require(isinstance(jobs, int) and jobs >= 1, "jobs", jobs, "a whole number >= 1")
 
 
 def _noted(history: list[Milestone], progress: Tell | None, clock: Clock) -> Tell:

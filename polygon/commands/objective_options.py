@@ -1,12 +1,12 @@
-"""Options of commands that weigh time against money and loss: objective, budgets, deadline, parity, tokens."""
+"""Options of commands that plan: how long to search, and how to weigh time against money and loss."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
-from polygon.api.choices import OBJECTIVES
+from polygon.api.choices import OBJECTIVES, EffortName
 from polygon.commands import cli
 from polygon.domain.plan import PARITY_LEVELS
 
@@ -40,6 +40,40 @@ def objective_options(*, objective: bool = True, tokens: bool = True) -> argpars
     return parent
 
 
+def effort_options() -> argparse.ArgumentParser:
+    """How long to search, and on how many cores (a parent for argparse)."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("search")
+    group.add_argument(
+        "--effort",
+        type=_effort,
+        default="thorough",
+        metavar="N",
+        help=f"best of N searches, never worse than fewer; or one of {', '.join(get_args(EffortName))} "
+        "(default %(default)s, the same as 1)",
+    )
+    group.add_argument(
+        "--jobs",
+        type=cli.whole(1),
+        default=1,
+        metavar="N",
+        help="processes that search at the same time, one a search of the effort at most (default %(default)s)",
+    )
+    return parent
+
+
+def _effort(text: str) -> str | int:
+    """An effort by name, or a number of searches."""
+    if text in get_args(EffortName):
+        return text
+    try:
+        return cli.whole(1)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a whole number >= 1 or one of {', '.join(get_args(EffortName))}"
+        ) from None
+
+
 def planning_parser(prog: str, description: str, out: str, *, objective: bool = True) -> cli.CommandParser:
     """Parser of a command that plans from groups or from a cluster (`cli.read_task` reads them)."""
     parser = cli.CommandParser(
@@ -49,6 +83,7 @@ def planning_parser(prog: str, description: str, out: str, *, objective: bool = 
             cli.problem_options(),
             cli.profile_options(),
             cli.search_options(),
+            effort_options(),
             objective_options(objective=objective),
             cli.output_options(out=out),
         ],

@@ -60,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
             seed=args.seed,
             with_energy=args.energy,
             groups=groups,
+            effort=args.effort,
+            jobs=args.jobs,
             time_limit_s=None if args.time_limit is None else max(0.0, clock.left_s()),
             progress=tell,
         )

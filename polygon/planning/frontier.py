@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,10 +38,13 @@ from polygon.planning.objectives import (
     value_of,
     without_cost_limits,
 )
+from polygon.planning.rounds import in_rounds
 from polygon.planning.search_engine import Effort, Found, find_in_rounds, find_plan
-from polygon.planning.telling import Tell, of_round, share
+from polygon.planning.telling import Tell, share
 
 T = TypeVar("T")
+Met = Callable[[Bill, Plan], None]
+"""Hears of what a search has ended with."""
 
 DECODING_PART = 0.1
 """Of a time limit, what is kept for the plans of allocations that no search has ended with."""
@@ -84,7 +87,7 @@ def collect(
     effort: Effort | None = None,
     tell: Tell | None = None,
     tables: CostTables | None = None,
-    met: Callable[[Sequence[tuple[Bill, Plan]]], None] | None = None,
+    met: Met | None = None,
 ) -> Collection:
     """Search by one objective after another, each from what was found before.
 
@@ -95,8 +98,6 @@ def collect(
     effort : Effort
         Of the first search; the others, which begin well, get half of it. Its time limit is for all together: once
         it is over no other search begins.
-    met : callable
-        Hears after every search of the best plans so far, one of each.
     """
     effort = effort or Effort()
     clock = Clock(effort.time_limit_s)
@@ -132,7 +133,7 @@ def collect(
         if found.plan is not None:
             plans.append((found.bills[0][0], found.plan))
             if met is not None:
-                met(plans)
+                met(*plans[-1])
         evaluations, seconds = evaluations + found.evaluations, seconds + found.seconds
         reason = reason or found.reason
         interrupted = found.interrupted
@@ -193,42 +194,33 @@ def find_front(
     tell: Tell | None = None,
     tables: CostTables | None = None,
     met: Callable[[list[FrontPoint]], None] | None = None,
+    jobs: int = 1,
 ) -> tuple[list[FrontPoint], Collection]:
     """Plans of which none is beaten by another in time and money (and energy), fastest first.
 
-    Plans that exceed a limit of the constraints are not among them. `met` hears of the best of every search as soon as
-    it has ended, in place of all that the searches met.
+    Plans that exceed a limit of the constraints are not among them.
+
+    Parameters
+    ----------
+    met : callable
+        Hears of the best of every search of this process as soon as it has ended, in place of all that these met.
+    jobs : int
+        Processes that make rounds, of which each is one series of searches.
     """
-
-    def front(pairs: Sequence[tuple[Bill, Plan]]) -> list[FrontPoint]:
-        within = [pair for pair in pairs if not excesses(problem, pair[0])]
-        points = [FrontPoint(plan=plan, bill=bill) for bill, plan in _non_dominated(within, with_energy)]
-        return sorted(points, key=lambda point: (point.bill.step_s, point.bill.usd))
-
-    objectives = [STEP_TIME, MONEY, *([ENERGY] if with_energy else []), *map(mixture, TIME_WEIGHTS)]
-    free = without_cost_limits(problem)
-    tables = tables or CostTables(problem)
-    effort = effort or Effort()
+    tables, effort = tables or CostTables(problem), effort or Effort()
     clock = Clock(effort.time_limit_s)
-    searches = effort.searches()
-    collection = Collection(bills=())
-    for i, one in enumerate(searches):
-        left_s = (1 - DECODING_PART) * effort.time_limit_s - clock.spent_s
-        if i and left_s <= 0:
-            break
-        of_one = collect(
-            free,
-            _seed_of(seed, i),
-            objectives=objectives,
-            groups=groups,
-            effort=replace(one, time_limit_s=left_s / (len(searches) - i)),
-            tell=of_round(tell, i, len(searches)),
-            tables=tables.for_problem(free),
-            met=met and (lambda plans, before=collection.plans: met(front([*before, *plans]))),
-        )
-        collection = _joined(collection, of_one)
-        if collection.interrupted:
-            break
+    ended: list[tuple[Bill, Plan]] = []
+
+    def hear(bill: Bill, plan: Plan) -> None:
+        ended.append((bill, plan))
+        if met is not None:
+            met(_front(problem, ended, with_energy))
+
+    free = without_cost_limits(problem)
+    search = _FrontRound(free, seed, with_energy, groups, tables.for_problem(free), hear)
+    within = replace(effort, time_limit_s=(1 - DECODING_PART) * effort.time_limit_s)
+    rounds, interrupted = in_rounds(search, within, tell, lambda _: False, jobs)
+    collection = replace(reduce(_joined, rounds), seconds=clock.spent_s, interrupted=interrupted)
     kept = [pair for pair in collection.bills if not excesses(problem, pair[0])]
     decoder = Decoder(problem, tables=tables, objective=MONEY)
     points = list(collection.plans)
@@ -238,7 +230,47 @@ def find_front(
         plan = decoder.decode(allocation)
         if isinstance(plan, Plan):
             points.append((decoder.bill(plan), plan))
-    return front(points), collection
+    return _front(problem, points, with_energy), collection
+
+
+@dataclass(frozen=True)
+class _FrontRound:
+    """What makes rounds of `find_front`, here or in another process, which works out its own tables."""
+
+    problem: Problem
+    seed: int
+    with_energy: bool
+    groups: Groups | None
+    tables: CostTables
+    met: Met | None = None
+
+    def __call__(self, index: int, effort: Effort, tell: Tell | None) -> Collection:
+        return collect(
+            self.problem,
+            _seed_of(self.seed, index),
+            objectives=[STEP_TIME, MONEY, *([ENERGY] if self.with_energy else []), *map(mixture, TIME_WEIGHTS)],
+            groups=self.groups,
+            effort=effort,
+            tell=tell,
+            tables=self.tables,
+            met=self.met,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _front_round_anew, (self.problem, self.seed, self.with_energy, self.groups, self.tables.measurements)
+
+
+def _front_round_anew(
+    problem: Problem, seed: int, with_energy: bool, groups: Groups | None, measurements: Measurements
+) -> _FrontRound:
+    return _FrontRound(problem, seed, with_energy, groups, CostTables(problem, *measurements))
+
+
+def _front(problem: Problem, pairs: Sequence[tuple[Bill, Plan]], with_energy: bool) -> list[FrontPoint]:
+    """Those within all limits that no other beats, fastest first."""
+    within = [pair for pair in pairs if not excesses(problem, pair[0])]
+    points = [FrontPoint(plan=plan, bill=bill) for bill, plan in _non_dominated(within, with_energy)]
+    return sorted(points, key=lambda point: (point.bill.step_s, point.bill.usd))
 
 
 def _non_dominated(pairs: Sequence[tuple[Bill, T]], with_energy: bool) -> list[tuple[Bill, T]]:

@@ -31,11 +31,6 @@ def phase_of(tell: Tell | None, phase: Message) -> Callable[[float, float], None
     return lambda part, best: told(phase, min(1.0, part), best) if told else None
 
 
-def of_round(tell: Tell | None, index: int, rounds: int) -> Tell | None:
-    """What tells of one of several rounds."""
-    return share(tell, index / rounds, (index + 1) / rounds, lambda phase: in_round(phase, index, rounds))
-
-
 def in_round(phase: Message, index: int, rounds: int) -> Message:
     """A phase of one of several rounds."""
     return phase if rounds == 1 else Message("phase.round", round=index + 1, phase=phase)

@@ -11,7 +11,7 @@ import pytest
 
 from polygon import Batch, Calibration, Cluster, InputError, Problem
 from polygon.domain.message import Message
-from polygon.planning.frontier import _Round
+from polygon.planning.frontier import _FrontRound, _Round
 from polygon.planning.objectives import MONEY
 from polygon.planning.rounds import FOUND, _Helper, _Rounds, in_rounds
 from polygon.planning.search_engine import Effort
@@ -189,6 +189,11 @@ def small_problem(**measured):
     return Problem(cluster, "opt-350m", Batch(global_batch=8, seq_len=512), **measured)
 
 
+def figures(bills):
+    """What bills say."""
+    return [(bill.step_s, bill.usd, bill.energy_j) for bill in bills]
+
+
 def same(one, other):
     """Whether two plans are the same."""
     return one.stages == other.stages and np.array_equal(one.routes, other.routes) and one.spans == other.spans
@@ -209,6 +214,27 @@ def test_more_jobs_find_the_plan_that_one_finds():
     one, two = (small_problem().search(effort=replace(SHORT, rounds=3), jobs=jobs) for jobs in (1, 2))
     assert one.plan is not None and one.evaluations == two.evaluations > 0
     assert same(one.plan.data, two.plan.data) and two.estimate.step_s == one.estimate.step_s
+
+
+def test_searches_along_a_front_find_the_same_wherever_they_travel():
+    """All plans and what they cost; also with what the problem was measured with."""
+    twice = small_problem(calibration=Calibration(compute={"a100-40gb": 2.0, "t4": 2.0}))
+    met = []
+    search = _FrontRound(twice.data, 3, True, None, twice.tables, lambda bill, plan: met.append(bill))
+    here, there = (of(1, SHORT, None) for of in (search, pickle.loads(pickle.dumps(search))))
+    ended = [figures(bill for bill, _ in of.plans) for of in (here, there)]
+    assert ended[0] == ended[1] == figures(met) and len(met) == 6
+    assert all(same(one[1], other[1]) for one, other in zip(here.plans, there.plans, strict=True))
+    assert figures(bill for bill, _ in here.bills) == figures(bill for bill, _ in there.bills)
+
+
+def test_more_jobs_find_the_front_that_one_finds():
+    """As it is asked for."""
+    one, two = (small_problem().front(effort=replace(SHORT, rounds=2), jobs=jobs) for jobs in (1, 2))
+    assert one.plans and figures(one.bills) == figures(two.bills) and one.evaluations == two.evaluations
+    assert all(same(a.data, b.data) for a, b in zip(one.plans, two.plans, strict=True))
+    with pytest.raises(InputError, match=r"^jobs: found 0, expected"):
+        small_problem().front(jobs=0)
 
 
 @pytest.mark.parametrize("wrong", [{"jobs": 0}, {"jobs": 1.5}, {"jobs": 2, "method": "grid3d"}])
