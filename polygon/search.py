@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 ADVICE_PART, MOST_ADVICE_S = 0.1, 15.0
 """Of a time limit, what is kept for what is said beside a plan, and the most: of 10,000 devices it takes so long."""
+AFTER_INTERRUPT_S = 2.0
+"""For what is said beside a plan where the search was interrupted: who did that does not want to wait."""
 MOST_DEVICES_TO_SIMPLIFY = 2_000
 """Clusters with more are not asked for a simpler plan: pricing those that were met takes longer than it is worth."""
 
@@ -88,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         return cli.infeasible(result.reason)
     if interrupted:
         talk.say("interrupted: this is the best so far")
+        clock = Clock(min(clock.left_s(), AFTER_INTERRUPT_S))
     # First: the plan's file and the report say what is found here, and price no link more.
     plan.assumptions(time_limit_s=clock.left_s())
     if args.out:

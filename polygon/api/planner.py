@@ -228,9 +228,9 @@ class Problem:
         configurations : path, optional
             grid3d: where every configuration goes, priced (JSON).
         jobs : int
-            Memetic: processes that search at the same time, of which each of the effort's searches keeps one busy; the
-            plan does not depend on it. A script that asks for more than one does so under ``if __name__ ==
-            "__main__"``, as Python starts them anew.
+            Memetic: processes that search at the same time, of which each of the effort's searches keeps one busy, as
+            soon as a search is seen to take long; -1: one a core. The plan does not depend on it. A script that asks
+            for several does so under ``if __name__ == "__main__"``, as Python starts them anew.
 
         Returns
         -------
@@ -245,7 +245,7 @@ class Problem:
         require(method in METHODS, "method", method, one_of(method, METHODS))
         _require_seed(seed)
         _require_jobs(jobs)
-        require(jobs == 1 or method == "memetic", "jobs", jobs, "1 with any method but memetic")
+        require(jobs in (1, -1) or method == "memetic", "jobs", jobs, "1 with any method but memetic")
         require(objective == "time" or not robust, "objective", objective, "time for a robust plan")
         if until_gap is not None:
             may = objective == "time" and method == "memetic"
@@ -410,7 +410,7 @@ def _require_seed(seed: int) -> None:
 
 def _require_jobs(jobs: int) -> None:
     """Require a number of processes."""
-    require(isinstance(jobs, int) and jobs >= 1, "jobs", jobs, "a whole number >= 1")
+    require(isinstance(jobs, int) and (jobs >= 1 or jobs == -1), "jobs", jobs, "a whole number >= 1, or -1: one a core")
 
 
 def _noted(history: list[Milestone], progress: Tell | None, clock: Clock) -> Tell:

@@ -55,9 +55,9 @@ def effort_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--jobs",
         type=cli.whole(1),
-        default=1,
+        default=-1,
         metavar="N",
-        help="processes that search at the same time, one a search of the effort at most (default %(default)s)",
+        help="processes that search at the same time, one a search of the effort at most (default: one a core)",
     )
     return parent
 

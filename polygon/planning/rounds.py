@@ -1,8 +1,9 @@
 """Searches that know nothing of one another: one after another, or side by side in processes.
 
 What they find is the same either way: each has a number, and random numbers that follow from it. The process that asks
-makes rounds as well, and hears of the others whenever its own tells how far it is. The others are started anew, not
-forked, as numeric libraries have threads; the round of one that is lost is made by another.
+makes rounds as well, and hears of the others whenever its own tells how far it is. The others are started once a search
+is seen to take long, and anew, not forked, as numeric libraries have threads; the round of one that is lost is made by
+another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from polygon.domain.message import Message
 from polygon.planning.clock import Clock
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 TOLD_S = 0.1
 """How often a process tells how far it is, and hears of others."""
+WORTH_S = 5.0
+"""A search that is over sooner gets no help: a process takes two to three seconds before it can begin."""
 READY, TOLD, FOUND, FAILED = range(4)
 """What a process says: that it can begin; phase, part and best value; what a round has found; why it could not."""
 
@@ -65,7 +68,7 @@ def in_rounds(
     is_enough : callable
         Whether no round is needed after one that found this.
     jobs : int
-        Processes at most, this one included.
+        Processes at most, this one included; -1: one a core.
 
     Returns
     -------
@@ -78,8 +81,7 @@ def in_rounds(
     KeyboardInterrupt
         Before anything was found.
     """
-    rounds = _Rounds(search, effort, tell, is_enough)
-    with rounds.helped_by(min(jobs, len(effort.searches())) - 1):
+    with _Rounds(search, effort, tell, is_enough, jobs) as rounds:
         return rounds.made()
 
 
@@ -98,7 +100,7 @@ class _Rounds(Generic[Made]):
     """See `in_rounds`."""
 
     def __init__(
-        self, search: Search[Made], effort: Effort, tell: Tell | None, is_enough: Callable[[Made], bool]
+        self, search: Search[Made], effort: Effort, tell: Tell | None, is_enough: Callable[[Made], bool], jobs: int = 1
     ) -> None:
         self._search, self._efforts, self._clock = search, effort.searches(), Clock(effort.time_limit_s)
         self._tell, self._is_enough = tell, is_enough
@@ -108,23 +110,20 @@ class _Rounds(Generic[Made]):
         """No round after this one is needed."""
         self._found: dict[int, Made] = {}
         self._parts = [0.0] * len(self._efforts)
+        self._jobs = jobs
         self._best = math.inf
         self._interrupted = False
         self._helpers: list[_Helper] = []
         self._due = _NowAndThen(TOLD_S)
 
-    @contextlib.contextmanager
-    def helped_by(self, count: int) -> Iterator[None]:
-        """Have so many processes make rounds, too."""
-        try:
-            for _ in range(count):
-                self._helpers.append(_started(self._search))
-            yield
-        finally:
-            for helper in self._helpers:
-                helper.process.terminate()
-                helper.process.join()
-                helper.line.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for helper in self._helpers:
+            helper.process.terminate()
+            helper.process.join()
+            helper.line.close()
 
     def made(self) -> tuple[list[Made], bool]:
         """See `in_rounds`."""
@@ -145,7 +144,7 @@ class _Rounds(Generic[Made]):
         index = self._begun()
         if index is None:
             return False
-        told = partial(self._hear, index) if self._tell is not None or self._helpers else None
+        told = partial(self._hear, index) if self._tell is not None or self._jobs != 1 else None
         try:
             found: Made | None = self._search(index, self._effort(index), told)
         except KeyboardInterrupt:
@@ -192,11 +191,27 @@ class _Rounds(Generic[Made]):
     def _hear(self, index: int, phase: Message, part: float, best: float) -> None:
         """How far the round is that is made here."""
         self._parts[index], self._best = part, min(self._best, best)
-        if self._helpers and self._due():
+        if self._jobs != 1 and self._due():
+            self._get_help()
             self._answer(0.0)
             if index > self._last:
                 raise KeyboardInterrupt
         self._say(index, phase)
+
+    def _get_help(self) -> None:
+        """Start processes for the rounds that nobody has begun, where these take long enough."""
+        done, spent_s = self._done(), self._clock.spent_s
+        left_s = min(spent_s * (1 - done) / done, self._clock.left_s()) if done > 0 else 0.0
+        if self._left and left_s > WORTH_S:
+            if self._jobs < 0:
+                self._jobs = _cores()
+            for _ in range(min(self._jobs - 1, len(self._left)) - len(self._helpers)):
+                self._helpers.append(_started(self._search))
+
+    def _done(self) -> float:
+        """The part of all rounds that is done, by how long each is to search."""
+        sizes = [max(1, effort.fluid_evaluations) for effort in self._efforts[: self._last + 1]]
+        return sum(part * size for part, size in zip(self._parts, sizes, strict=False)) / sum(sizes)
 
     def _attend(self) -> bool:
         """Wait for the others, and tell how far they are; whether any makes a round."""
@@ -209,8 +224,7 @@ class _Rounds(Generic[Made]):
     def _say(self, index: int, phase: Message) -> None:
         """Tell how far all rounds are, by the phase of one of them."""
         if self._tell is not None and not self._interrupted:
-            parts = self._parts[: self._last + 1]
-            self._tell(in_round(phase, index, len(self._parts)), sum(parts) / len(parts), self._best)
+            self._tell(in_round(phase, index, len(self._parts)), self._done(), self._best)
 
     def _answer(self, seconds: float) -> None:
         """Take what the others say within so many seconds."""
@@ -253,6 +267,7 @@ class _Rounds(Generic[Made]):
         helper.process.join()
         log.warning("a process of the search has ended by itself (%s): others go on", helper.process.exitcode)
         self._helpers.remove(helper)
+        self._jobs = 1 + len(self._helpers)  # it is not started again
         helper.line.close()
         if helper.index is not None:
             self._left = sorted([*self._left, helper.index])
@@ -272,22 +287,40 @@ class _NowAndThen:
         return due
 
 
+def _cores() -> int:
+    """Cores that this process may use."""
+    from joblib import cpu_count  # knows what a container may; takes as long to load as a short search
+
+    return int(cpu_count())
+
+
 def _started(search: Search[Any]) -> _Helper:
     """A process that is about to make rounds."""
-    from multiprocessing import get_context  # most searches need none, and begin sooner without
+    from multiprocessing import get_context, resource_tracker  # most searches need none, and begin sooner without
 
     context = get_context("spawn")
+    resource_tracker.ensure_running()  # what starts it lets interrupts through
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, search, gc.get_threshold()), daemon=True)
-    process.start()
+    with _interrupts_kept():  # the keyboard's are for who asks
+        process.start()
     there.close()  # so that the end of the process is heard here
     return _Helper(process, here)
+
+
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Let no interrupt reach a process that is started meanwhile; those of this one come at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(line: Connection, search: Search[Any], threshold: tuple[int, int, int]) -> None:
     """Make the rounds that are asked for, until nobody asks any more; the garbage collector has the `threshold` of who
     asks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the keyboard, which interrupts who asks
     gc.set_threshold(*threshold)
     with contextlib.suppress(EOFError, OSError):  # who asks has ended
         line.send((READY, None))

@@ -5,12 +5,14 @@ import os
 import pickle
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from polygon import Batch, Calibration, Cluster, InputError, Problem
 from polygon.domain.message import Message
+from polygon.planning import rounds
 from polygon.planning.frontier import _FrontRound, _Round
 from polygon.planning.objectives import MONEY
 from polygon.planning.rounds import FOUND, _Helper, _Rounds, in_rounds
@@ -68,8 +70,10 @@ def goes_on_elsewhere(index, effort, tell):
 
 
 @pytest.fixture(autouse=True)
-def nothing_may_end_yet():
+def nothing_may_end_yet(monkeypatch):
+    """And every search takes long enough for help."""
     GO.clear()
+    monkeypatch.setattr(rounds, "WORTH_S", 0.0)
 
 
 def never(made):
@@ -124,13 +128,46 @@ def test_a_process_is_lost_once(monkeypatch):
             self.says.clear()
 
     process = SimpleNamespace(join=lambda: None, terminate=lambda: None, exitcode=-9)
-    rounds = _Rounds(number, FIVE, None, lambda made: True)
-    rounds._left = [3, 4]
-    rounds._helpers = [_Helper(process, Line((FOUND, Made(1))), index=1), _Helper(process, Line(), index=2)]
+    made = _Rounds(number, FIVE, None, lambda made: True)
+    made._left = [3, 4]
+    made._helpers = [_Helper(process, Line((FOUND, Made(1))), index=1), _Helper(process, Line(), index=2)]
     monkeypatch.setattr("multiprocessing.connection.wait", lambda lines, seconds: lines)
-    rounds._answer(0.0)
-    assert rounds._found == {1: Made(1)} and rounds._left == [2, 3, 4]
-    assert [helper.index for helper in rounds._helpers] == [None] and rounds._begun() is None
+    made._answer(0.0)
+    assert made._found == {1: Made(1)} and made._left == [2, 3, 4]
+    assert [helper.index for helper in made._helpers] == [None] and made._begun() is None
+
+
+def test_a_search_that_is_soon_over_gets_no_help(monkeypatch):
+    """What a process takes to begin would be lost; also where there is no time for more."""
+    GO.update(range(5))
+    monkeypatch.setattr(rounds, "_started", lambda search: pytest.fail("a process was started"))
+    monkeypatch.setattr(rounds, "WORTH_S", 1e9)
+    assert len(in_rounds(number, FIVE, None, never, 3)[0]) == 5
+    monkeypatch.setattr(rounds, "WORTH_S", 10.0)
+    assert len(in_rounds(number, replace(FIVE, time_limit_s=9.0), None, never, 3)[0]) == 5
+
+
+@pytest.mark.parametrize(("jobs", "cores", "started"), [(-1, 4, 3), (-1, 1, 0), (-1, 64, 4), (2, 64, 1)])
+def test_one_process_a_core_unless_it_is_said(monkeypatch, jobs, cores, started):
+    """And none for a round that another makes; a process that is lost is not started again."""
+    lines = []
+
+    def start(search):
+        lines.append(Mock())
+        return _Helper(Mock(exitcode=1), lines[-1])
+
+    monkeypatch.setattr(rounds, "_started", start)
+    monkeypatch.setattr("joblib.cpu_count", lambda: cores)
+    monkeypatch.setattr("multiprocessing.connection.wait", lambda lines, seconds: [])
+    of = _Rounds(number, FIVE, None, never, jobs)
+    of._begun()
+    with of:
+        of._hear(0, PHASE, 0.5, 1.0)
+        assert len(lines) == started
+        for helper in [*of._helpers]:
+            of._lose(helper)
+        of._get_help()
+        assert len(lines) == started
 
 
 def test_what_goes_wrong_elsewhere_is_raised_here():
