@@ -96,7 +96,7 @@ class MessageEnds:
         )
 
     @cached_property
-    def packed(self) -> Kept[tuple[np.ndarray, np.ndarray]]:
+    def packed(self) -> Kept[tuple[np.ndarray, float, np.ndarray]]:
         """Bytes of messages and seconds of packing by who asked for them (`polygon.cost.transfers`)."""
         return Kept(KEPT_PACKINGS)
 

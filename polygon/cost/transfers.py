@@ -398,6 +398,7 @@ class Messages:
     sender: np.ndarray
     receiver: np.ndarray
     n_bytes: np.ndarray
+    """On one link: inside a node each of a worker's devices has one of its own."""
     busy_s: np.ndarray
     """Seconds on its way where all that share it send all the time."""
     latency_s: np.ndarray
@@ -413,11 +414,8 @@ class Messages:
     connected: bool
     codec_s: np.ndarray
     """Seconds that each worker packs and unpacks, per micro-batch: of forward and of backward, shape (2, workers)."""
-
-    @cached_property
-    def total_bytes(self) -> float:
-        """Bytes that all messages carry."""
-        return float(self.n_bytes.sum())
+    total_bytes: float
+    """That all of them carry, over all links that a worker's devices have."""
 
 
 def price_messages(
@@ -440,7 +438,7 @@ def price_messages(
     ends = _ends(plan, links, place)
     same_node, far, pool_s, pool_r = ends.same_node, ends.far, ends.pool_s, ends.pool_r
     of, size = (plan.links, model, batch, runtime, links.cluster.pools), plan.micro_batch_size
-    n_bytes, codecs = ends.packed.get(of, size) or ends.packed.put(
+    n_bytes, total_bytes, codecs = ends.packed.get(of, size) or ends.packed.put(
         _packed(plan, model, batch, links, place, runtime, ends), of, size
     )
     rate = np.where(same_node, links.node_bytes_per_s[pool_s], links.bytes_per_s[pool_s, pool_r])
@@ -478,6 +476,7 @@ def price_messages(
         channels=channels,
         connected=bool((rate > 0).all()),
         codec_s=codecs,
+        total_bytes=total_bytes,
         **passed,
     )
 
@@ -538,8 +537,8 @@ def _passed(
 
 def _packed(
     plan: Plan, model: Model, batch: Batch, links: LinkTable, place: Placement, runtime: Runtime, ends: MessageEnds
-) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of every message (`Messages.n_bytes`), and `_codec_s`."""
+) -> tuple[np.ndarray, float, np.ndarray]:
+    """Bytes of every message and of all (`Messages`), and `_codec_s`."""
     values, element_bytes = boundary_values(model, batch, plan.micro_batch_size), batch.element_bytes
     plain, regions = float(values * element_bytes), len(links.cluster.regions)
     of_kind = partial(packed_bytes, values, element_bytes, width=model.hidden_size)
@@ -550,7 +549,8 @@ def _packed(
     whole = np.where(ends.same_node, n_bytes, n_bytes * devices)
     ways = runtime.scattered_sends, runtime.scattered_sends and runtime.scattered_gradients
     n_bytes = np.where(np.array(ways)[:, None, None], whole / devices, whole)
-    return n_bytes, _codec_s(plan, values, element_bytes, links, place, ends)
+    total_bytes = float((n_bytes * np.where(ends.same_node, devices, 1)).sum())
+    return n_bytes, total_bytes, _codec_s(plan, values, element_bytes, links, place, ends)
 
 
 def _codec_s(

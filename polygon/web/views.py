@@ -207,11 +207,8 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
     """Bytes and seconds by dimension, how much of the communication is hidden, and the ratio that calls for advice."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
     messages = times.messages
-    workers = len(times.place.stage)
-    sent_s = np.bincount(
-        times.schedule.holder[messages.sender.ravel()], weights=messages.busy_s.ravel(), minlength=workers
-    )
-    transfer_s = float(sent_s.max(initial=0.0))
+    passed = messages.link >= 0
+    transfer_s = float(np.bincount(messages.link[passed], weights=messages.hold_s[passed]).max(initial=0.0))
     reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s + times.norm_s
     gradient_bytes = 0.0
     for stage, n in zip(plan.stages, priced.gradients, strict=True):

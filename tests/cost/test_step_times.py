@@ -469,3 +469,14 @@ def test_gradients_may_be_sent_whole_where_activations_are_not():
         )
         assert whole[0] == pytest.approx(cut[0])
         assert whole[1] == pytest.approx(times * cut[1])
+
+
+@pytest.mark.parametrize(("runtime", "gradients"), [(Runtime(), 1), (Runtime(scattered_gradients=False), 2)])
+def test_stages_on_one_node_send_as_much_as_stages_on_two(runtime, gradients):
+    """Each of two devices sends its half on a link of its own, or all of what is not cut: counted once, or twice."""
+    for nodes, per_node in ((1, 4), (2, 2)):
+        problem = replace(on_t4(nodes=nodes, per_node=per_node), runtime=runtime)
+        plan = uniform_plan(problem, ParallelConfig(dp=1, tp=2, pp=2))
+        values = 256 * problem.model.hidden_size * problem.batch.element_bytes
+        expected = plan.micro_batches * values * (1 + gradients)
+        assert step_times(plan, CostTables(problem)).messages.total_bytes == pytest.approx(expected)

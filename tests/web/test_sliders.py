@@ -64,6 +64,7 @@ def test_exposed_communication_is_what_the_terms_of_the_step_say():
         found, terms = traffic(priced), priced.estimate.terms
         assert found["exposed_s"] == pytest.approx(terms["transfer"] + terms["reduction"])
         assert found["exposed_s"] <= found["total_s"] and 0 <= found["hidden"] <= 1
+        assert found["pp_s"] <= priced.times.ends_s.max()  # no link sends for longer than the pipeline runs
 
 
 def test_packing_sends_fewer_bytes(case):
