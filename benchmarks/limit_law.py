@@ -22,8 +22,8 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.decode import Decoder
+from polygon.planning.limits import LEAST, RELAXED, Resource, limits, resources
 from polygon.planning.nearby import allocation_of
-from polygon.web.limits import LEAST, RELAXED, Resource, limits, resources
 from tests.exported_plans import drawn
 
 

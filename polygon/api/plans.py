@@ -35,6 +35,7 @@ from polygon.messages.report import STAGE_COLUMNS, describe_assumptions, describ
 from polygon.planning.assumptions import Assumption, assumptions
 from polygon.planning.checker import violations
 from polygon.planning.clock import Clock
+from polygon.planning.limits import Limits, limits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -259,21 +260,51 @@ class Plan:
         Parameters
         ----------
         brief : bool
-            Without the bound and the links that nobody gave, which take longer than a price.
+            Without the bound, the links that nobody gave and the limits, which take longer than a price.
         """
         if brief:
             priced, more = self.evaluate().to_dict(), {}
         else:
+            limited = self.limits()
             priced = estimate_data(self.evaluate(), self.bound)
-            more = {"assumed": [asdict(assumption) for assumption in self.assumptions()]}
+            more = {
+                "assumed": [asdict(assumption) for assumption in self.assumptions()],
+                "limited_by": limited.said,
+                "limits": limited.to_dict(),
+            }
         loss = loss_assumptions(self.problem.data, self.data)
         return {"runtime": runtime_data(self.problem.runtime), **priced, "loss": loss, **more}
 
     def describe(self) -> str:
         """Stages, speed, memory, traffic, bound and what limits the plan, for people."""
-        text = describe_plan(self.problem.data, self.data, self.evaluate(), self.bound)
+        text = describe_plan(self.problem.data, self.data, self.evaluate(), self.bound, self.limits().said)
         assumed = self.assumptions()
         return text + describe_assumptions(assumed, cut_short=self._assumptions[max(self._assumptions)].cut_short)
+
+    def limits(self, *, time_limit_s: float = math.inf) -> Limits:
+        """What limits the step: every resource of the cluster made 10 % better in turn and the plan priced again.
+
+        Parameters
+        ----------
+        time_limit_s : float
+            After which no more resources are looked at. What was found by then is kept.
+
+        Returns
+        -------
+        Limits
+            ``limits``, worst first, each with what it ``saves`` as a part of the step; those that limit it only
+            ``together``; ``said`` in words.
+        """
+        known: list[Limits] = self._limits
+        if not known:
+            clock = Clock(time_limit_s)
+            known.append(limits(self.problem.data, self.data, self.problem.tables, clock.left_s))
+        return known[0]
+
+    @cached_property
+    def _limits(self) -> list[Limits]:
+        """Once they are asked for."""
+        return []
 
     def assumptions(self, *, anew: bool = False, time_limit_s: float = math.inf) -> list[Assumption]:
         """Links that nobody gave and that move the step by more than 2 %: those that hide most first.

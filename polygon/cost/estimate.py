@@ -29,7 +29,6 @@ from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, boundary_values
 from polygon.cost.uncertainty import Known, group_of_run, interval, program_error
 from polygon.domain.cluster import Cluster
-from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem, Stage
 from polygon.domain.schedule import in_flight, interleaved_in_flight, windows
 
@@ -82,8 +81,6 @@ class Estimate:
     """Upper estimate: every used device draws its rated power all the step."""
     workers: tuple[WorkerEstimate, ...]
     links: tuple[LinkEstimate, ...]
-    limited_by: Message
-    """What would have to be better for the step to be faster."""
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -285,7 +282,6 @@ def estimate(
         energy_j=bill.energy_j,
         workers=workers,
         links=links,
-        limited_by=_limit(terms, times, problem),
     )
 
 
@@ -455,23 +451,3 @@ def known_of(
         program=program_error(problem.runtime),
         host=host_error(plan, tables) if host is None else host,
     )
-
-
-def _limit(terms: dict[str, float], times: StepTimes, problem: Problem) -> Message:
-    """What would have to be better for the step to be faster."""
-    largest = max(terms, key=lambda name: terms[name])
-    place, messages = times.place, times.messages
-    if largest == "compute":
-        work = times.schedule.forward_s + times.schedule.backward_s
-        busy = np.bincount(times.schedule.routes.ravel(), minlength=len(work)) * work
-        i = int(busy.argmax())
-        device = problem.cluster.pools[place.pool[i]].device.name
-        return Message("limited_by.compute", stage=int(place.stage[i]), device=device)
-    if largest == "transfer" and messages.busy_s.size:
-        slowest = int((messages.busy_s + messages.latency_s).argmax())
-        ends = messages.sender.ravel()[slowest], messages.receiver.ravel()[slowest]
-        names = [problem.cluster.regions[place.region[w]].name for w in ends]
-        return Message("limited_by.transfer", source=names[0], target=names[1])
-    if largest == "reduction":
-        return Message("limited_by.reduction", stage=int(np.argmax(times.whole_reductions_s)))
-    return Message("limited_by.update" if largest == "update" else "limited_by.pipeline")

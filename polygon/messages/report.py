@@ -115,9 +115,10 @@ def describe_left_out(rows: Sequence[LeftOut]) -> str:
     return table(["left out", "region", "because"], cells)
 
 
-def describe_plan(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound) -> str:
+def describe_plan(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound, limited_by: Message) -> str:
     """Stages, speed, memory, traffic, bound and what limits the plan."""
-    parts = [table(STAGE_COLUMNS, stage_rows(problem, plan, estimate)), "", _headline(problem, plan, estimate, bound)]
+    head = _headline(problem, plan, estimate, bound, limited_by)
+    parts = [table(STAGE_COLUMNS, stage_rows(problem, plan, estimate)), "", head]
     if plan.local_steps > 1:
         parts.append(f"local steps   regions meet every {plan.local_steps} steps; times and bytes are means per step")
     for name, lines in (("packing", packings_inside(problem, plan)), ("loss", assumptions(problem, plan))):
@@ -235,7 +236,7 @@ def describe_runtime(runtime: str | Mapping[str, Any]) -> str:
     return f"runtime       {said['name']}{''.join(changed)}"
 
 
-def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound) -> str:
+def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound, limited_by: Message) -> str:
     used, all_devices = plan.world_size, problem.cluster.devices
     least_s = ROUNDED * estimate.step_s
     terms = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.terms.items() if value > least_s)
@@ -248,7 +249,7 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBoun
         f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
         f"bound         no plan is faster than {seconds(bound.seconds)} ({bounds}{CUT_SHORT * bound.cut_short}); "
         f"gap {gap(estimate.step_s, bound):.0%}",
-        f"limited by    {estimate.limited_by}",
+        f"limited by    {limited_by}",
         f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",
         f"devices       {used} of {all_devices}" + (f" ({all_devices - used} left out)" if used < all_devices else ""),
         f"across        {size(estimate.cross_region_bytes)} between regions per step",

@@ -21,10 +21,10 @@ from polygon.export.targets import export
 from polygon.formats.convert_plan import plan_data, plan_from_spec
 from polygon.formats.schema import PlanSpec, check
 from polygon.formats.serialization import format_json, parse_json
+from polygon.planning.limits import Limits, assumed, limits_as_found, replanned
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.web import views
 from polygon.web.jobs import problem_of
-from polygon.web.limits import Limits, assumed, limits_as_found, replanned
 from polygon.web.sliders import Changes, price
 from polygon.web.strategies import compare
 from polygon.web.timeline import timeline

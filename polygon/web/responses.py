@@ -146,7 +146,6 @@ class EstimateOut(TypedDict):
     cross_region_bytes: float
     cost_usd: Number
     energy_j: Number
-    limited_by: str
     lower_bound_s: Number
     lower_bounds_s: dict[str, Number]
     bound_by: str

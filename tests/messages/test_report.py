@@ -7,10 +7,12 @@ import pytest
 from polygon import Batch, Cluster, Plan, Problem
 from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.money import TrainingRun
+from polygon.domain.message import Message
 from polygon.domain.plan import LinkUse
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.messages.report import columns, describe_plan, describe_run, seconds, size, table, written_out
 
+NOTHING = Message("limits.none")
 LAB = {"regions": [{"name": "lab", "nodes": [{"device": "t4", "count": 1, "devices_per_node": 2}]}]}
 
 
@@ -19,7 +21,7 @@ def test_what_rounding_has_left_of_a_term_is_not_told():
     problem = Problem(Cluster.from_dict(LAB), "gpt2", Batch(global_batch=4, seq_len=128))
     plan = Plan(problem, uniform_plan(problem.data, ParallelConfig(dp=2)))
     priced = replace(plan.evaluate(), terms={"compute": 0.05, "reduction": 7e-18, "update": 1e-5})
-    text = describe_plan(problem.data, plan.data, priced, lower_bound(problem.tables))
+    text = describe_plan(problem.data, plan.data, priced, lower_bound(problem.tables), NOTHING)
     assert "compute 50.0 ms, update 10.0 µs\n" in text
 
 
@@ -30,7 +32,8 @@ def test_what_is_packed_inside_a_region_is_told():
     plain = uniform_plan(problem.data, ParallelConfig(dp=2))
     plan = Plan(problem, replace(plain, links=(LinkUse(source=0, target=0, activation_gradients="int8"),)))
     texts = [
-        describe_plan(problem.data, data, plan.evaluate(), lower_bound(problem.tables)) for data in (plain, plan.data)
+        describe_plan(problem.data, data, plan.evaluate(), lower_bound(problem.tables), NOTHING)
+        for data in (plain, plan.data)
     ]
     assert "packing" not in texts[0] and "loss" not in texts[0]
     assert "packing       between nodes of lab: int8 activation gradients\n" in texts[1]

@@ -252,7 +252,8 @@ def test_the_search_answers_the_tolerance_and_says_what_it_assumes():
     assert safe.plan.local_steps == 1 < known.plan.local_steps
     assert known.value_s < 0.9 * safe.value_s
     tables = CostTables(at(problem, "known"))
-    text = describe_plan(tables.problem, known.plan, estimate(tables.problem, known.plan, tables), lower_bound(tables))
+    priced, bound, limited = estimate(tables.problem, known.plan, tables), lower_bound(tables), Message("limits.none")
+    text = describe_plan(tables.problem, known.plan, priced, bound, limited)
     assumed = assumptions(tables.problem, known.plan)
     assert [line.kind for line in assumed].count("loss.equal_tokens") == 1 and len(assumed) > 1
     assert all(str(line) in text for line in assumed)

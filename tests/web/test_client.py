@@ -4,8 +4,8 @@ import pytest
 
 from polygon.cost.tables import CostTables
 from polygon.formats.convert_plan import plan_data
+from polygon.planning.limits import limits
 from polygon.web.client import Client, RefusedError
-from polygon.web.limits import limits
 from tests.exported_plans import planned
 from tests.patience import PATIENCE_S
 from tests.web.conftest import Server, run_lines

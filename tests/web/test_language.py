@@ -8,6 +8,7 @@ from importlib import resources
 import numpy as np
 import pytest
 
+from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message, plain, say
 from polygon.export.targets import TARGETS, export
@@ -15,6 +16,7 @@ from polygon.formats.convert_plan import plan_data
 from polygon.formats.schema import ProblemSpec, check
 from polygon.formats.serialization import format_json
 from polygon.planning.alternatives import Explainer
+from polygon.planning.limits import limits
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.what_ifs import usual_changes
 from polygon.web import questions
@@ -53,8 +55,9 @@ def test_the_page_speaks_of_no_option_of_the_command_line():
     """Not in its own words, nor in the planner's about a plan; commands that somebody is to type are another thing."""
     page = json.loads(resources.files("polygon.web").joinpath("strings.json").read_text("utf-8"))["page"]
     planner = json.loads(resources.files("polygon.domain").joinpath("words.json").read_text("utf-8"))["messages"]
-    about = ("idea.", "change.", "reason.", "limit.", "limited_by.", "loss.", "plan.", "formula.", "numbers.", "lost.",
-             "note.", "missing.", "check.violations", "refused.rehearsals", "refused.busy")  # fmt: skip
+    about = ("idea.", "change.", "reason.", "limit.", "limits.", "resource.", "loss.", "plan.", "formula.",
+             "numbers.", "lost.", "note.", "missing.", "check.violations", "refused.rehearsals",
+             "refused.busy")  # fmt: skip
     said = [*page.items(), *((kind, both) for kind, both in planner.items() if kind.startswith(about))]
     assert [kind for kind, both in said if any(re.search(r"(^|\W)--[a-z]", text) for text in both)] == []
 
@@ -69,9 +72,9 @@ def test_names_stay_as_they_are():
 
 def test_an_answer_is_said_wherever_a_message_stands_in_it():
     """As a message, as one that was stored, in lists, and in the bytes that are sent."""
-    message = Message("limited_by.transfer", source="a", target="b")
+    message = Message("resource.pair", region="a", other="b")
     data = {"one": message, "stored": [plain(message)], "rest": (1, "b")}
-    for language, words in (("en", "transfer from a to b"), ("zh", "从 a 到 b 的传输")):
+    for language, words in (("en", "the link between a and b"), ("zh", "a 与 b 之间的链路")):
         assert in_language(data, language) == {"one": words, "stored": [words], "rest": [1, "b"]}
         assert json.loads(compact({"one": [message]}, language)) == {"one": [words]}
 
@@ -81,7 +84,7 @@ def sentences():
     for problem, plan in (planned(), wide()):
         priced = price(problem, plan, Changes())
         shown = view(priced)
-        yield shown["estimate"]["limited_by"]
+        yield limits(problem, plan, CostTables(problem)).said
         for stage in shown["stages"]:
             yield stage["layers"]
             yield from (worker["memory_owner"] for worker in stage["workers"])
@@ -110,8 +113,8 @@ def reasons():
         ("gpt3-175b", {}), ("gpt3-1.3b", {"memory_headroom": 0.6}), ("opt-350m", {"forbidden_devices": ["t4"]}),
         ("opt-350m", {"most_step_s": 1e-6}),
     )  # fmt: skip
-    for model, limits in asked:
-        problem = problem_of({"cluster": cluster, "model": model, "batch": batch, "constraints": limits})
+    for model, within in asked:
+        problem = problem_of({"cluster": cluster, "model": model, "batch": batch, "constraints": within})
         effort = Effort(fluid_evaluations=50, exact_evaluations=2)
         found = find_plan(problem, np.random.default_rng(0), effort=effort)
         assert found.plan is None

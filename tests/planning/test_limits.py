@@ -1,14 +1,28 @@
 """What limits a plan is what its improvement saves most of, priced as everything is."""
 
+import json
 from dataclasses import replace
+from importlib.resources import files as resource_files
 
 import numpy as np
 
-from polygon import Batch, Cluster, Constraints, Problem
+from polygon import Batch, Cluster, Constraints, Plan, Problem
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.message import say, words
 from polygon.domain.uniform import ParallelConfig, uniform_plan
-from polygon.web.limits import ALONE, ENOUGH, RELAXED, assumed, limits, limits_as_found, replanned, resources
+from polygon.planning.limits import (
+    ALONE,
+    ENOUGH,
+    RELAXED,
+    Limits,
+    Resource,
+    assumed,
+    limits,
+    limits_as_found,
+    replanned,
+    resources,
+)
 from tests.exported_plans import INSTANCES, drawn, wide
 from tests.small_problems import routed_problem
 
@@ -51,6 +65,43 @@ def test_the_network_inside_a_region_is_named_where_nobody_gave_it():
     again = replanned(problem.data, plan, problem.tables, first)
     assert again["region"] == "frankfurt" and again["value"] > 10 and again["would_save"] > 0.05
     assert again["value"] == first.suggested and abs(again["same_plan"] - first.would_save) < 1e-9
+
+
+def test_reports_name_the_limit_that_the_page_names(tmp_path):
+    """In words and in the plan's file; more of it saves what they say. With no time they say that there was none."""
+    cluster = Cluster.from_dict({"regions": REGIONS[1:2]})
+    plain = Constraints(compressions=("none",))
+    problem = Problem(cluster, "llama2-7b", Batch(global_batch=512, seq_len=2048), constraints=plain)
+    config = ParallelConfig(dp=16, zero=1, micro_batch_size=1, recompute="full")
+    plan = Plan(problem, uniform_plan(problem.data, config))
+    first = limits(problem.data, plan.data, problem.tables).limits[0]
+    named = f"the network inside frankfurt (10 % more saves {first.saves:.1%}, {first.suggested:g} Gbit/s instead of "
+    assert f"\nlimited by    {named}" in plan.describe()
+    plan.save(tmp_path / "plan.json")
+    said = json.loads((tmp_path / "plan.json").read_text())["estimate"]
+    assert said["limited_by"]["text"].startswith(named) and said["limits"]["limits"][0]["saves"] == first.saves
+    hurried = Plan(problem, plan.data)
+    assert not hurried.limits(time_limit_s=1e-9).whole
+    assert "\nlimited by    (there was no time to find out)\n" in hurried.describe()
+
+
+def test_reports_and_page_have_one_name_for_a_resource():
+    """In both languages."""
+    page = json.loads(resource_files("polygon.web").joinpath("strings.json").read_text("utf-8"))["page"]
+    names = words()["messages"]
+    both = {kind.removeprefix("limit_"): said for kind, said in page.items() if kind.startswith("limit_")}
+    assert len(both) == 9 and all(names[f"resource.{kind}"] == said for kind, said in both.items())
+    assert names["resource.latency"] == page["latencyOf"]
+
+
+def test_what_limits_together_is_said_in_one_sentence():
+    """Three of them by name, however many there are."""
+    of = Resource(kind="pair", quality="latency", region="a", other="b", now=1.0, better=lambda cluster, _: cluster)
+    found = Limits(step_s=1.0, limits=(), together=(of,) * 5, together_saves=0.0561, whole=True)
+    name = "the latency of the link between a and b"
+    expected = f"{name}, {name}, {name}, 2 more together: 10 % better saves 5.6%, of one alone at most 0.0%"
+    assert str(found.said) == expected
+    assert say(found.said, "zh").startswith("a 与 b 之间的链路的延迟")
 
 
 def test_a_network_that_a_plan_avoids_is_named_where_nobody_gave_it():

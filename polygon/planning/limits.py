@@ -12,6 +12,7 @@ is looked for: the smallest of a ladder of usual rates that brings most of what 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -47,6 +48,8 @@ MOST_PAIRS = 24
 """Pairs of regions that are looked at: those that carry most."""
 FEW_PAIRS = 3
 """That are named one by one where they limit the step together; more are all links between regions."""
+NAMED, WORST = 3, 2
+"""Of what limits a step together, and of single limits: how many are said."""
 SUGGESTED = 4
 """Limits, worst first, for which a better value is looked for."""
 ALONE = 0.5
@@ -88,6 +91,13 @@ class Resource:
     better: Change
     """The cluster with so many times as much of it."""
 
+    @property
+    def name(self) -> Message:
+        """What it is, in words."""
+        places = {"region": self.region, "other": self.other, "device": self.device}
+        what = Message(f"resource.{self.kind}", **places)
+        return Message("resource.latency", what=what) if self.quality == "latency" else what
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without the function."""
         return {key: value for key, value in asdict(replace(self, better=_same)).items() if key != "better"}
@@ -103,6 +113,16 @@ class Limit:
     suggested: float | None = None
     """The value that brings most of what there is to gain."""
     would_save: float = 0.0
+
+    @property
+    def said(self) -> Message:
+        """It and what more of it saves, in words."""
+        what, kind = self.resource, "limits.one"
+        if self.suggested is not None:
+            kind = "limits.latency" if what.quality == "latency" else "limits.rate"
+        return Message(
+            kind, what=what.name, saves=self.saves, now=what.now, value=self.suggested, would_save=self.would_save
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -127,6 +147,19 @@ class Limits:
     whole: bool = False
     """Whether all resources have been looked at."""
 
+    @property
+    def said(self) -> Message:
+        """In words: what limits the step together, or the worst limit and the next."""
+        if self.together:
+            names: list[Message] = [resource.name for resource in self.together[:NAMED]]
+            if len(self.together) > NAMED:
+                names.append(Message("limits.more", n=len(self.together) - NAMED))
+            alone = max((limit.saves for limit in self.limits), default=0.0)
+            return Message("limits.together", what=tuple(names), saves=self.together_saves, alone=alone)
+        if self.limits:
+            return Message("limits.each", limits=tuple(limit.said for limit in self.limits[:WORST]))
+        return Message("limits.none" if self.whole else "limits.no_time")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         limits, together = [it.to_dict() for it in self.limits], [it.to_dict() for it in self.together]
@@ -134,18 +167,26 @@ class Limits:
                 "whole": self.whole}  # fmt: skip
 
 
-def limits(problem: Problem, plan: Plan, tables: CostTables) -> Limits:
-    """What limits the step, worst first."""
-    *_, whole = limits_as_found(problem, plan, tables)
-    return whole
+def limits(
+    problem: Problem, plan: Plan, tables: CostTables, seconds_left: Callable[[], float] = lambda: math.inf
+) -> Limits:
+    """What limits the step, worst first; those found before no seconds are left."""
+    found = Limits(step_s=step_times(plan, tables).step_s, limits=())
+    for found in limits_as_found(problem, plan, tables, seconds_left):  # noqa: B007 - the last is all
+        pass
+    return found
 
 
-def limits_as_found(problem: Problem, plan: Plan, tables: CostTables) -> Iterator[Limits]:
+def limits_as_found(
+    problem: Problem, plan: Plan, tables: CostTables, seconds_left: Callable[[], float] = lambda: math.inf
+) -> Iterator[Limits]:
     """The same, whenever one more is found; the last has all, and the values suggested for the worst."""
     times = step_times(plan, tables)
     found: list[Limit] = []
     asked: list[Limit] = []
     for limit in _relaxed(problem, plan, tables, times):
+        if seconds_left() <= 0:
+            return
         asked.append(limit)
         if limit.saves > LEAST:
             insort(found, limit, key=lambda limit: -limit.saves)
