@@ -157,12 +157,8 @@ def _told(
     simplify = problem.cluster.devices <= MOST_DEVICES_TO_SIMPLIFY
     other = result.simpler(time_limit_s=clock.left_s()) if simplify else None
     if other is not None:
-        longer = other.evaluate().step_s / plan.evaluate().step_s - 1
-        data["simpler"] = {"longer_by": longer, "stages": other.stages, "devices": other.devices}
-        parts.append(
-            f"simpler       {Message('variant.stages', stages=other.stages)} on {other.devices} devices, {longer:+.1%} "
-            "(--robust weighs both)"
-        )
+        data["simpler"], simpler = _simpler(problem, plan, other, args.objective)
+        parts.append(simpler)
     try:
         gain = local_updates(problem, plan.data, tables, clock.left_s)
     except OutOfTimeError:
@@ -181,6 +177,20 @@ def _told(
         data["run"] = asdict(run)
         text += "\n" + describe_run(run)
     return data, text
+
+
+def _simpler(problem: Problem, plan: Plan, other: Plan, objective: str) -> tuple[dict[str, Any], str]:
+    """What is said of a simpler plan: how much longer its step is, and what more it takes of what was to be least."""
+    from polygon.planning.decode import Decoder
+    from polygon.planning.objectives import MEASURES
+
+    measure, decoder = MEASURES[objective], Decoder(problem, tables=plan.problem.tables)
+    more = measure.value(decoder.bill(other.data)) / measure.value(decoder.bill(plan.data)) - 1
+    longer = other.evaluate().step_s / plan.evaluate().step_s - 1
+    data = {"longer_by": longer, "more_by": more, "stages": other.stages, "devices": other.devices}
+    of = "(--robust weighs both)" if objective == "time" else measure.name
+    shown = f"{Message('variant.stages', stages=other.stages)} on {other.devices} devices, {more:+.1%} {of}"
+    return data, f"simpler       {shown}"
 
 
 if __name__ == "__main__":

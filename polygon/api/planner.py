@@ -279,7 +279,7 @@ class Problem:
         if robust and found.plan is not None:
             sure = surest(self.data, found.plan, found.bills, self.tables, clock.left_s)
             found = replace(found, plan=sure.plan)
-        return self._result(found, seed, tuple(history), clock)
+        return self._result(found, seed, objective, tuple(history), clock)
 
     def front(
         self,
@@ -360,7 +360,9 @@ class Problem:
             keep=None if configurations is None else lambda rows: rows.write(str(configurations), head),
         )
 
-    def _result(self, found: Found, seed: int, history: tuple[Milestone, ...], clock: Clock) -> Result:
+    def _result(
+        self, found: Found, seed: int, objective: Objective, history: tuple[Milestone, ...], clock: Clock
+    ) -> Result:
         """What a search found, priced."""
         plan = None
         if found.plan is not None:
@@ -372,6 +374,7 @@ class Problem:
             plan=plan,
             estimate=plan.evaluate() if plan is not None else None,
             reason=found.reason if plan is None else None,
+            objective=objective,
             met=found.bills,
             history=history,
             seconds=found.seconds,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from polygon.api.choices import Status
+from polygon.api.choices import Objective, Status
 from polygon.api.html import html_table
 from polygon.api.plans import Plan
 from polygon.bounds.gap import gap
@@ -18,6 +18,7 @@ from polygon.messages.report import seconds
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation
 from polygon.planning.local_updates import LocalUpdates, local_updates
+from polygon.planning.objectives import objective_named
 from polygon.planning.robust import simpler
 
 
@@ -43,6 +44,8 @@ class Result:
     estimate: Estimate | None = field(default=None, repr=False)
     reason: Message | None = None
     """Why there is no plan; `str` puts it into words."""
+    objective: Objective = "time"
+    """What was to be least."""
     met: tuple[tuple[Bill, Allocation], ...] = field(default=(), repr=False)
     """What every allocation costs that was simulated exactly."""
     history: tuple[Milestone, ...] = field(default=(), repr=False)
@@ -57,7 +60,8 @@ class Result:
         return None if self.plan is None else self.plan.bound
 
     def simpler(self, *, time_limit_s: float = math.inf) -> Plan | None:
-        """A plan with fewer regions, stages or links whose step is within 1 % of the plan's, if the search met one.
+        """A plan with fewer regions, stages or links whose step is within 1 % of the plan's (or its money or energy, if
+        those were to be least), if the search met one.
 
         Parameters
         ----------
@@ -67,7 +71,14 @@ class Result:
         if self.plan is None:
             return None
         problem = self.plan.problem
-        other = simpler(problem.data, self.plan.data, self.met, problem.tables, Clock(time_limit_s).left_s)
+        other = simpler(
+            problem.data,
+            self.plan.data,
+            self.met,
+            problem.tables,
+            objective_named(self.objective),
+            Clock(time_limit_s).left_s,
+        )
         if other is None:
             return None
         return Plan(problem, replace(other.plan, seed=self.plan.data.seed), self.plan.bound_in_time)

@@ -252,11 +252,18 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBoun
         f"limited by    {limited_by}",
         f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",
         f"devices       {used} of {all_devices}" + (f" ({all_devices - used} left out)" if used < all_devices else ""),
+        *_interleaved(plan),
         f"across        {size(estimate.cross_region_bytes)} between regions per step",
         f"cost          {written_out(estimate.cost_usd, 3)} USD and at most "
         f"{written_out(estimate.energy_j / 3.6e6, 3)} kWh per step{_free(problem, plan)}",
     ]
     return "\n".join(lines)
+
+
+def _interleaved(plan: Plan) -> list[str]:
+    """That several stages are on the same devices, where they are."""
+    apart = len(plan.stages) // plan.chunks
+    return [f"interleaved   {plan.chunks} stages on the same devices, every {apart} apart"] if plan.chunks > 1 else []
 
 
 def _sources(names: list[str]) -> str:

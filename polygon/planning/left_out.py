@@ -12,13 +12,13 @@ from polygon.domain.plan import Plan, Problem
 from polygon.planning.decode import Decoder
 from polygon.planning.fluid import FITS, NEVER_ENDS, REASONS
 from polygon.planning.nearby import allocation_of, best_of, with_idle
-from polygon.planning.objectives import ENERGY, MONEY, STEP_TIME, TOKENS_PER_USD, Objective
+from polygon.planning.objectives import MEASURES, STEP_TIME, Objective
 
 MOST_POOLS = 8
 """Pools that are looked at, those with most idle compute first."""
 
-MEASURES = {STEP_TIME.name: STEP_TIME, MONEY.name: MONEY, TOKENS_PER_USD.name: MONEY, ENERGY.name: ENERGY}
-"""By objective: what a step is measured by."""
+NEAR = 0.1
+"""Part of a step within which what devices would add is simulated as thoroughly as the plan's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ def left_out(
 
     All idle devices of a pool are added to each stage of the plan, and spread over all, at every tensor-parallel
     degree; the least that this would add to the step (in seconds, or what else the plan was made for) is the
-    reason. It is the fluid step time that says so, and where that sees no harm the exact one. Plans of quite another
-    structure are not looked at (`polygon explain` does). Once `seconds_left` falls to 0 no further pool is looked at.
+    reason: the exact step, of those that are best by the fluid one. Plans of quite another structure are not looked at
+    (`polygon explain` does). Once `seconds_left` falls to 0 no further pool is looked at.
     """
     used = plan.devices_of_pools
     counted = [(pool, pool.devices - used[pool.index]) for pool in problem.cluster.pools]
@@ -51,7 +51,8 @@ def left_out(
     idle.sort(key=lambda entry: -entry[0].device.peak_flops(problem.batch.precision) * entry[1])
     if not idle:
         return []
-    decoder = Decoder(problem, tables=tables)
+    measure = MEASURES[objective.name]
+    decoder = Decoder(problem, tables=tables, objective=measure)
     rows = []
     for place, (pool, count) in enumerate(idle):
         if not problem.may_use(pool):
@@ -65,7 +66,7 @@ def left_out(
         elif seconds_left() <= 0:
             reason = Message("idle.no_time")
         else:
-            reason = _cost(decoder, plan, pool.index, count, MEASURES[objective.name])
+            reason = _cost(decoder, plan, pool.index, count, measure)
         region = problem.cluster.regions[pool.region].name
         rows.append(LeftOut(region=region, device=pool.device.name, devices=count, reason=reason))
     return rows
@@ -81,13 +82,13 @@ def _cost(decoder: Decoder, plan: Plan, pool: int, count: int, measure: Objectiv
     fitting = [option for option, (step_s, _) in zip(options, found, strict=True) if math.isfinite(step_s)]
     if not fitting:
         return next((REASONS[why] for _, why in found if why != FITS), NEVER_ENDS)
-    best = min(measure.value(decoder.fluid_bill(option)) for option in fitting)
-    more = _part_more(best, measure.value(decoder.fluid_bill(allocation)))
-    if more <= 0.001:
-        outcome = best_of(decoder, options)
-        if outcome.bill is None:
-            return outcome.reason or NEVER_ENDS
-        more = _part_more(measure.value(outcome.bill), measure.value(decoder.bill(plan)))
+    own = measure.value(decoder.bill(plan))
+    outcome = best_of(decoder, fitting, relax=False, measure=measure)
+    if outcome.bill is not None and _part_more(measure.value(outcome.bill), own) <= NEAR:
+        outcome = best_of(decoder, fitting, measure=measure)
+    if outcome.bill is None:
+        return outcome.reason or NEVER_ENDS
+    more = _part_more(measure.value(outcome.bill), own)
     if more < -0.001:
         return Message(f"idle.less_{measure.name}", part=-more)
     if math.isinf(more):

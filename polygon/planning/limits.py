@@ -117,11 +117,16 @@ class Limit:
     @property
     def said(self) -> Message:
         """It and what more of it saves, in words."""
-        what, kind = self.resource, "limits.one"
-        if self.suggested is not None:
-            kind = "limits.latency" if what.quality == "latency" else "limits.rate"
+        what = self.resource
+        if self.suggested is None:
+            return Message("limits.one", what=what.name, saves=self.saves)
         return Message(
-            kind, what=what.name, saves=self.saves, now=what.now, value=self.suggested, would_save=self.would_save
+            "limits.latency" if what.quality == "latency" else "limits.rate",
+            what=what.name,
+            saves=self.saves,
+            now=what.now,
+            value=self.suggested,
+            would_save=self.would_save,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from polygon.planning.candidates import ExactCandidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder, Infeasible, most_stages
 from polygon.planning.initial_solutions import even_parts, simple_starts
+from polygon.planning.objectives import STEP_TIME, Objective
 from polygon.planning.polish import polished
 from solvers.local_search import Restarts
 from solvers.stop import MaxEvaluations
@@ -101,21 +102,30 @@ def faster_of(a: Outcome, b: Outcome) -> Outcome:
     return b if a.bill is None or b.bill.step_s < a.bill.step_s else a
 
 
-def best_of(decoder: Decoder, allocations: Sequence[Allocation], *, tries: int = 3, relax: bool = True) -> Outcome:
-    """The fastest of several allocations: the best few by the fluid step time are simulated exactly.
+def best_of(
+    decoder: Decoder,
+    allocations: Sequence[Allocation],
+    *,
+    tries: int = 3,
+    relax: bool = True,
+    measure: Objective = STEP_TIME,
+) -> Outcome:
+    """The best of several allocations: the best few by the fluid step time are simulated exactly.
 
-    With `relax` as `Decoder.decode` has it, and the fastest is then polished; without, this takes a third of the time.
+    With `relax` as `Decoder.decode` has it, and the best is then polished; without, this takes a third of the time.
+    `measure` is what is least of the best, of the exact bills and of the fluid ones.
     """
     if not allocations:
         return Outcome(reason=Message("reason.no_such_plan"))
-    values = [decoder.fluid_s(x)[0] for x in allocations]
+    fluid_s = [decoder.fluid_s(x)[0] for x in allocations]
+    values = fluid_s if measure is STEP_TIME else [measure.value(decoder.fluid_bill(x)) for x in allocations]
     best, reason = Outcome(), None
     for i in np.argsort(values, kind="stable")[:tries]:
         x = allocations[i]
         outcome = checked(decoder.problem, decoder.decode(x, relax=relax), decoder.tables, decoder)
         if outcome.bill is None:
             reason = reason or outcome.reason
-        elif best.bill is None or outcome.bill.step_s < best.bill.step_s:
+        elif best.bill is None or measure.value(outcome.bill) < measure.value(best.bill):
             best = Outcome(plan=outcome.plan, bill=outcome.bill, allocation=x)
     if best.bill is None:
         return Outcome(reason=reason)

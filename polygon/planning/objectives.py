@@ -64,6 +64,8 @@ TOKENS_PER_USD = Objective(name="tokens-per-usd", value=lambda bill: -bill.token
 
 OBJECTIVES = {objective.name: objective for objective in (STEP_TIME, MONEY, ENERGY, TOKENS_PER_USD)}
 """By the names that the command line knows."""
+MEASURES = OBJECTIVES | {TOKENS_PER_USD.name: MONEY}
+"""By the same names: what plans are held against one another by, in parts of it."""
 
 
 def objective_named(name: str) -> Objective:

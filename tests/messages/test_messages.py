@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from string import Formatter
+from typing import get_args
 
 import pytest
 
@@ -18,8 +19,9 @@ from polygon.cost.memory import MemoryBreakdown
 from polygon.domain.message import LANGUAGES, Message, Violation, message_from, say, words
 from polygon.formats.serialization import format_json, parse_json
 from polygon.planning.checker import violations
-from polygon.planning.left_out import MEASURES, LeftOut
-from polygon.planning.objectives import ENERGY, MONEY
+from polygon.planning.left_out import LeftOut
+from polygon.planning.limits import Kind
+from polygon.planning.objectives import ENERGY, MEASURES, MONEY
 from tests.planning.test_checker import BROKEN, LAYERS, problem_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,7 @@ MODULES = sorted((ROOT / "polygon").rglob("*.py"))
 FAMILIES = {
     "memory.": [field.name for field in fields(MemoryBreakdown) if field.name != "context"],
     "loss.": list(TRAFFIC),
+    "resource.": list(get_args(Kind)),
     "idle.more_": [measure.name for measure in MEASURES.values()],
     "idle.times_": [measure.name for measure in MEASURES.values()],
     "idle.free_": [MONEY.name, ENERGY.name],

@@ -54,6 +54,34 @@ def test_far_slow_devices_would_lengthen_the_step():
 
 
 @pytest.mark.parametrize("objective", [STEP_TIME, MONEY, ENERGY])
+def test_what_devices_would_add_is_simulated(objective, monkeypatch):
+    """The relaxation only says what is looked at: where it is off by the more the more workers there are, the answer is
+    the same, and it is what the best of the allocations takes."""
+    problem = problem_of(bytes_per_s=1e9)
+    plan, tables = plan_on_first_region(problem), CostTables(problem)
+    (row,) = left_out(problem, plan, tables, objective)
+    fluid_s, fluid_bill = Decoder.fluid_s, Decoder.fluid_bill
+
+    def longer(decoder, x):
+        step_s, why = fluid_s(decoder, x)
+        return step_s * x.workers.sum(), why
+
+    def dearer(decoder, x):
+        bill, times = fluid_bill(decoder, x), x.workers.sum()
+        return replace(bill, step_s=bill.step_s * times, usd=bill.usd * times, energy_j=bill.energy_j * times)
+
+    monkeypatch.setattr(Decoder, "fluid_s", longer)
+    monkeypatch.setattr(Decoder, "fluid_bill", dearer)
+    (again,) = left_out(problem, plan, tables, objective)
+    assert again.reason == row.reason and row.reason.kind == f"idle.more_{objective.name}"
+    decoder = Decoder(problem, tables=tables, objective=objective)
+    options = with_idle(decoder, allocation_of(decoder, plan), 1, 2)
+    least = min(objective.value(decoder.bill(decoder.decode(x))) for x in options)
+    part = least / objective.value(decoder.bill(plan)) - 1
+    assert 0.9 * part <= row.reason["part"] <= part * (1 + 1e-9)  # polished a little
+
+
+@pytest.mark.parametrize("objective", [STEP_TIME, MONEY, ENERGY])
 def test_what_would_take_many_times_as_long_is_said_in_times(objective):
     """Two T4 behind a link of 80 kbit/s: thousands of per cent say nothing to people."""
     problem = problem_of(bytes_per_s=1e4)

@@ -11,6 +11,7 @@ from polygon.domain.plan import Problem
 from polygon.planning import robust
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.objectives import MONEY, STEP_TIME
 from polygon.planning.robust import options, simpler, surest
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -33,7 +34,7 @@ def met():
 def test_parts_are_regions_stages_and_ways(met):
     """A pipeline over two regions uses the way there and the way back."""
     problem, tables, _, bills = met
-    found = {option.parts: option.estimate.step_s for option in options(problem, bills, tables, longest_s=float("inf"))}
+    found = {option.parts: option.estimate.step_s for option in options(problem, bills, tables, most=float("inf"))}
     assert set(found) == {(2, 2, 2), (1, 2, 0), (1, 1, 0)}
     assert list(found.values()) == sorted(found.values())
 
@@ -42,10 +43,10 @@ def test_options_are_no_longer_than_said_and_not_too_many(met, monkeypatch):
     """The border included; the quickest are priced."""
     problem, tables, _, bills = met
     steps = sorted(bill.step_s for bill, _ in bills)
-    assert len(options(problem, bills, tables, longest_s=steps[1])) == 2
-    assert not options(problem, bills, tables, longest_s=steps[0] * 0.999)
+    assert len(options(problem, bills, tables, most=steps[1])) == 2
+    assert not options(problem, bills, tables, most=steps[0] * 0.999)
     monkeypatch.setattr(robust, "MOST_PRICED", 1)
-    [only] = options(problem, bills, tables, longest_s=steps[2])
+    [only] = options(problem, bills, tables, most=steps[2])
     assert only.estimate.step_s == pytest.approx(steps[0], rel=0.05)
 
 
@@ -57,7 +58,7 @@ def test_options_keep_the_limits_of_cost(met):
     limits = replace(problem.constraints, most_usd_per_hour=cheapest.usd_per_hour)
     limited = replace(problem, constraints=limits)
     own = tables.for_problem(limited)
-    found = options(limited, bills, own, longest_s=float("inf"))
+    found = options(limited, bills, own, most=float("inf"))
     assert 0 < len(found) < len(bills)
     assert not any(violations(limited, option.plan, own) for option in found)
     chosen = [surest(limited, plans["one"], bills, own), simpler(limited, plans["two stages"], bills, own)]
@@ -81,6 +82,30 @@ def test_what_is_simpler_takes_hardly_longer(met, monkeypatch):
         assert simpler(problem, plans[longest], bills, tables).parts < robust.Option(
             plan=plans[longest], estimate=robust.estimate(problem, plans[longest], tables)
         ).parts  # fmt: skip
+
+
+def single(problem, tables):
+    """One device, and what it costs: longer than two stages, and cheaper."""
+    decoder, x = Decoder(problem, tables=tables), Allocation(workers=np.array([[1, 0], [0, 0]]), micro_batch_size=1)
+    return decoder.bill(decoder.decode(x)), x
+
+
+def test_what_is_simpler_is_held_against_what_the_plan_was_made_for(met):
+    """One device in place of two stages costs no more, and takes longer."""
+    problem, tables, plans, _ = met
+    own, one = plans["two stages"], single(problem, tables)
+    before = Decoder(problem, tables=tables).bill(own)
+    assert one[0].step_s > 1.1 * before.step_s and one[0].usd < before.usd
+    assert simpler(problem, own, [one], tables, STEP_TIME) is None
+    assert simpler(problem, own, [one], tables, MONEY).parts == (1, 1, 0)
+
+
+def test_a_plan_that_is_decoded_anew_must_be_as_good_as_what_was_met(met):
+    """Search and decoding again may differ: what counts is the plan that is offered."""
+    problem, tables, plans, _ = met
+    own, (bill, one) = plans["two stages"], single(problem, tables)
+    flattering = [(replace(bill, step_s=0.5 * Decoder(problem, tables=tables).bill(own).step_s), one)]
+    assert simpler(problem, own, flattering, tables) is None
 
 
 def test_the_surest_ends_first(met, monkeypatch):
