@@ -60,8 +60,9 @@ class Result:
         return None if self.plan is None else self.plan.bound
 
     def simpler(self, *, time_limit_s: float = math.inf) -> Plan | None:
-        """A plan with fewer regions, stages or links whose step is within 1 % of the plan's (or its money or energy, if
-        those were to be least), if the search met one.
+        """A plan with fewer regions, stages or links whose step is within 1 % of the plan's, if the search met one.
+
+        Where money or energy was to be least, it takes no more than 1 % more of that.
 
         Parameters
         ----------

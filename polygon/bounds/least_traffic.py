@@ -431,9 +431,11 @@ class LeastTraffic:
         node_s = links.node_latency_s + n_bytes / self.kinds.most_degree / links.node_bytes_per_s
         joined = (links.region[:, None] == links.region[None, :]) & used[:, None] & used[None, :]
         joined[np.diag_indices(len(pools))] &= np.array([pool.nodes > 1 for pool in pools])
-        rate = np.minimum(links.bytes_per_s, links.card_bytes_per_s[:, None]).clip(1e-300)
+        rate = np.minimum(links.bytes_per_s, links.card_bytes_per_s[:, None])
+        joined &= rate > 0
         far_s = min(
-            float((links.latency_s + n_bytes / rate)[joined].min(initial=np.inf)), self.distances.message_s(n_bytes)
+            float((links.latency_s[joined] + n_bytes / rate[joined]).min(initial=np.inf)),
+            self.distances.message_s(n_bytes),
         )
         near_s = min(float(node_s[several & used].min(initial=np.inf)), far_s)
         return (near_s if near_s < np.inf else 0.0), (far_s if far_s < np.inf else 0.0)

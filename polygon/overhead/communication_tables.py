@@ -249,7 +249,7 @@ def analysis_text(analysis: TrafficAnalysis, *, verbose: bool) -> str:
         lines.append(
             f"  as the schedule overlaps it ({c.schedule}, overlap {c.overlap}): {total}" + f" ({parts})" * bool(parts)
         )
-        lines.append(f"  compute per step on the busiest GPU: {seconds_text(analysis.compute_s)}")
+        lines.append(f"  compute per step on the busiest GPU, TP included: {seconds_text(analysis.compute_s)}")
     memory = []
     for zero, part in analysis.memory.items():
         mark = "* " if zero == d.zero else "  "

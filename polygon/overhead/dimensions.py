@@ -150,15 +150,19 @@ def data_parallel(shape: Shape, degrees: Degrees, whole: Topology) -> Messages:
 def tensor_parallel(shape: Shape, degrees: Degrees, whole: Topology) -> Messages:
     """Two all-reduces per layer in forward, two in backward, two more if the layer is recomputed.
 
-    With sequence parallelism each is an all-gather and a reduce-scatter of the same bytes (Korthikanti et al. 2023).
+    With sequence parallelism each is an all-gather and a reduce-scatter of the same bytes; what was gathered is not
+    kept, so backward gathers it once more (Korthikanti et al. 2023).
     """
     if degrees.tp < 2:
         return
     message = _tokens_bytes(shape, degrees, "tp", degrees.tp)
     group = group_topology(whole, degrees.tp, 1)
-    count = (6 if degrees.recompute == "full" else 4) * _layers(shape, degrees) * shape.micro_batches
-    for op in ("all_gather", "reduce_scatter") if degrees.sequence_parallel else ("all_reduce",):
-        yield "activations and their gradients", op, group, message, count
+    layers = _layers(shape, degrees) * shape.micro_batches
+    each = 6 if degrees.recompute == "full" else 4
+    for op, times in (("all_gather", each + 2), ("reduce_scatter", each)) if degrees.sequence_parallel else (
+        ("all_reduce", each),
+    ):  # fmt: skip
+        yield "activations and their gradients", op, group, message, times * layers
 
 
 def pipeline_parallel(shape: Shape, degrees: Degrees, whole: Topology) -> Messages:

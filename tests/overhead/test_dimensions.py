@@ -48,14 +48,19 @@ def test_zero_stages_move_the_bytes_of_rajbhandari():
 
 
 def test_tensor_parallel_messages():
-    """Four all-reduces of b s h e per layer and micro-batch, six with full recomputation; SP: the same bytes sent."""
+    """Four all-reduces of b s h e per layer and micro-batch, six with full recomputation; SP: the same bytes sent,
+    and what is not kept gathered once more in backward."""
     message = 1024 * 4096 * 2
     assert sent(Degrees(tp=2)) == {("TP", "all_reduce"): (message, 4 * 32 * 4)}
     assert sent(Degrees(tp=2, recompute="full"))["TP", "all_reduce"][1] == 6 * 32 * 4
     plain = traffic(SHAPE, Degrees(tp=8), ring(8))
     sequence = traffic(SHAPE, Degrees(tp=8, sequence_parallel=True), ring(8))
     assert {t.cell.op for t in sequence} == {"all_gather", "reduce_scatter"}
-    assert sum(t.sent_bytes for t in sequence) == pytest.approx(sum(t.sent_bytes for t in plain))
+    assert sum(t.sent_bytes for t in sequence) == pytest.approx(5 / 4 * sum(t.sent_bytes for t in plain))
+    for recompute, scattered in (("none", 4), ("full", 6)):
+        counts = {op: n / 32 / 4 for (_, op), (_, n) in sent(
+            Degrees(tp=8, sequence_parallel=True, recompute=recompute)).items()}  # fmt: skip
+        assert counts == {"all_gather": scattered + 2, "reduce_scatter": scattered}
 
 
 def test_pipeline_messages():
