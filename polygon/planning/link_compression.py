@@ -134,6 +134,8 @@ def settled(tables: CostTables, plan: Plan, may: Allowed, value: Callable[[Plan]
         return plan
     batch = problem.batch
     pairs: list[Pair] = [(use.source, use.target) for use in plan.links if use.source != use.target]
+    idle = set(pairs).difference(*_adding_up(problem, plan, pairs))
+    plan = replace(plan, links=_repacked(plan.links, "weight_gradients", idle, "none"))
     busiest = _busiest(problem, plan)[:MOST_PAIRS]
     values = boundary_values(problem.model, batch, plan.micro_batch_size)
     weights = 4 * matrix_values(problem.model)

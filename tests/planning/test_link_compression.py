@@ -308,6 +308,20 @@ def test_gradients_are_packed_as_is_quickest_for_a_block_s(bytes_per_s, card, mo
     assert gradient_mode(tables, ("none", "int8")) == mode
 
 
+def test_links_without_sums_pack_no_weight_gradients():
+    """A pipeline with a stage a region: its report says nothing of gradients that travel nowhere. Where both regions
+    hold the tied weight they add that up."""
+    for tied, packed in ((False, False), (True, True)):
+        problem = replace(problem_of(PAIR, bytes_per_s=1e7), model=small_gpt(tied_embeddings=tied))
+        decoder = Decoder(problem)
+        workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+        workers[[0, 1], [decoder.classes.index((pool, 1)) for pool in (0, 1)]] = 2
+        plan = decoder.decode(Allocation(workers=workers, micro_batch_size=2))
+        assert any(use.activations != "none" for use in plan.links)
+        assert any(use.weight_gradients != "none" for use in plan.links) == packed
+        assert ("int8 weight gradients" in " ".join(map(str, assumptions(problem, plan)))) == packed
+
+
 def test_pairs_of_regions_go_by_the_micro_batches_between_them():
     """Three from r0 to r1 and one to r2, both ways; a stage that stays in its region crosses nothing."""
     problem = replace(problem_of(PAIR), cluster=small_cluster(2, 1, 1))
