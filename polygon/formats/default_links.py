@@ -35,13 +35,18 @@ def km_between(a: Place, b: Place) -> float:
 
 @cache
 def latency_by_distance() -> tuple[float, float]:
-    """Floor [s] and slope [s/km] of one-way latency over distance: least squares over the catalogue's cloud pairs."""
+    """Floor [s] and slope [s/km] of one-way latency over distance, by the catalogue's cloud pairs.
+
+    Their delays are round trips: half of each. Least squares of what the line is off as a part of the latency, as near
+    pairs would else be told several times theirs: 2 ms and 1 ms every 142 km (light in fibre: 204), 15 % off in the
+    mean.
+    """
     table = catalogue.cloud_regions()
     places = {name: (p["latitude"], p["longitude"]) for name, p in table["regions"].items()}
-    rows = [(km_between(places[a], places[b]), pair["latency_ms"] / 1e3) for pair in table["pairs"]
+    rows = [(km_between(places[a], places[b]), pair["latency_ms"] / 2e3) for pair in table["pairs"]
             for a, b in [pair["between"]]]  # fmt: skip
     km, latency_s = np.array(rows).T
-    slope, floor = np.polyfit(km, latency_s, 1)
+    slope, floor = np.polyfit(km, latency_s, 1, w=1 / latency_s)
     return max(1e-4, float(floor)), float(slope)
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.domain.errors import InputError
+from polygon.formats import catalogue
 from polygon.formats.convert import cluster_data
 from polygon.formats.default_links import DEFAULT_BYTES_PER_S, MOST_REGIONS, km_between, latency_by_distance, parts
 from polygon.formats.recognition import cluster_from_data
@@ -29,6 +30,19 @@ def test_distances():
     assert km_between((47.38, 8.54), (46.52, 6.63)) == pytest.approx(174, abs=3)
     assert km_between((0, 179), (0, -179)) == pytest.approx(222.4, abs=0.5)
     assert km_between((0, 0), (0, 180)) == pytest.approx(20015, abs=1)
+
+
+def test_latencies_are_those_of_one_way():
+    """Of all known pairs no less than light in fibre takes, near half of what ping says; of two campuses few ms."""
+    table, (floor_s, s_per_km) = catalogue.cloud_regions(), latency_by_distance()
+    off = []
+    for pair in table["pairs"]:
+        a, b = ((table["regions"][name]["latitude"], table["regions"][name]["longitude"]) for name in pair["between"])
+        km = km_between(a, b)
+        assert floor_s + s_per_km * km > km / 204e3
+        off.append((floor_s + s_per_km * km) / (pair["latency_ms"] / 2e3))
+    assert min(off) > 0.5 and max(off) < 1.5 and np.mean(off) == pytest.approx(1, abs=0.1)
+    assert 1e-3 < floor_s + s_per_km * 30 < 3e-3
 
 
 def test_regions_that_nothing_joins_are_joined_by_distance():
