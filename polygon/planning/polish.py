@@ -268,6 +268,13 @@ def interleavings(plan: Plan) -> Iterator[Plan]:
             )
 
 
+def in_chunks(plan: Plan, tables: CostTables, value_of: Callable[[Plan], float]) -> Plan | None:
+    """The plan with the best other number of chunks, None if it can have no other: borders that suit the one number
+    best are not those that suit another, so that small changes of one do not lead there."""
+    fitting = [split for draft in interleavings(plan) if (split := fitted(draft, tables)) is not None]
+    return min(fitting, key=value_of, default=None)
+
+
 def _blocks(plan: Plan) -> list[int]:
     """Of every group of workers: the embedding is with the first one, the head with the last."""
     counts = [sum(s.last_layer - s.first_layer for s in plan.stages[g :: plan.groups]) for g in range(plan.groups)]

@@ -205,6 +205,8 @@ class _Rounds(Generic[Made]):
         if self._left and left_s > WORTH_S:
             if self._jobs < 0:
                 self._jobs = _cores()
+            if _may_have_no_children():
+                self._jobs = 1
             for _ in range(min(self._jobs - 1, len(self._left)) - len(self._helpers)):
                 self._helpers.append(_started(self._search))
 
@@ -292,6 +294,13 @@ def _cores() -> int:
     from joblib import cpu_count  # knows what a container may; takes as long to load as a short search
 
     return int(cpu_count())
+
+
+def _may_have_no_children() -> bool:
+    """Whether this process is one of a pool of Python's that may start none."""
+    from multiprocessing import current_process
+
+    return bool(current_process().daemon)
 
 
 def _started(search: Search[Any]) -> _Helper:

@@ -33,7 +33,7 @@ from polygon.planning.initial_solutions import (
 )
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of
 from polygon.planning.perturb import improved
-from polygon.planning.polish import polished
+from polygon.planning.polish import in_chunks, polished
 from polygon.planning.problem_arrays import Setting
 from polygon.planning.rounds import in_rounds
 from polygon.planning.telling import EXACT, IN_PARTS, MEMETIC, POLISH, STARTS, Tell, phase_of, share
@@ -868,6 +868,9 @@ def _drafts(
             found = decoder.decode(x, cuts=(cut,))
             if isinstance(found, Plan):
                 yield found, x
+                if several and x is chosen:
+                    split = in_chunks(found, decoder.tables, decoder.plan_value)
+                    yield from [(split, x)] if split is not None else []
 
 
 def find_in_rounds(

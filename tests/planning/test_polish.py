@@ -11,7 +11,8 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Problem, Stage, Worker
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.planning import polish
-from polygon.planning.polish import changes, fitted, interleaved, polished
+from polygon.planning.checker import violations
+from polygon.planning.polish import changes, fitted, in_chunks, interleaved, polished
 from polygon.planning.warmup_depths import Pacing
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -136,6 +137,15 @@ def test_interleaved_groups_recompute_as_many_blocks():
     assert [again(s) for s in interleaved(replace(plan, stages=(first, second)), 2)] == [
         ("selective", 1), ("none", None), ("none", None), ("none", None),
     ]  # fmt: skip
+
+
+def test_the_best_other_number_of_chunks_is_taken():
+    """By whatever counts, of those that memory holds; none where a stage is the only one."""
+    tables = CostTables(PROBLEM)
+    for sign in (1, -1):
+        found = in_chunks(plan_of(dp=2, pp=2), tables, lambda plan, sign=sign: sign * plan.chunks)
+        assert found.chunks == (2 if sign == 1 else 3) and not violations(PROBLEM, found, tables)
+    assert in_chunks(plan_of(dp=4), tables, lambda plan: plan.chunks) is None
 
 
 def test_only_lanes_are_interleaved():

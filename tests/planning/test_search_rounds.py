@@ -147,6 +147,14 @@ def test_a_search_that_is_soon_over_gets_no_help(monkeypatch):
     assert len(in_rounds(number, replace(FIVE, time_limit_s=9.0), None, never, 3)[0]) == 5
 
 
+def test_a_process_that_may_start_none_searches_alone(monkeypatch):
+    """One of a pool's."""
+    GO.update(range(5))
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
+    made, interrupted = in_rounds(number, FIVE, lambda *of: None, never, 3)
+    assert [of.index for of in made] == [0, 1, 2, 3, 4] and not interrupted
+
+
 @pytest.mark.parametrize(("jobs", "cores", "started"), [(-1, 4, 3), (-1, 1, 0), (-1, 64, 4), (2, 64, 1)])
 def test_one_process_a_core_unless_it_is_said(monkeypatch, jobs, cores, started):
     """And none for a round that another makes; a process that is lost is not started again."""
