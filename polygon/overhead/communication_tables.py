@@ -64,8 +64,8 @@ def where(cell: Cell) -> str:
 def cell_text(cell: Cell, *, verbose: bool) -> str:
     """A cell of the table for people."""
     chosen = cell.chosen
-    rows = []
-    for cost in sorted(cell.algorithms, key=lambda entry: entry.time_s):
+    rows, ranked = [], sorted(cell.algorithms, key=lambda entry: entry.time_s)
+    for cost in ranked:
         mark = "* " if cost is chosen else "  "
         numbers = (cost.sent_bytes, cost.transit_bytes, cost.link_bytes)
         rows.append([mark + cost.algorithm, seconds_text(cost.time_s), f"{cost.steps:,}", *map(bytes_text, numbers)])
@@ -81,7 +81,7 @@ def cell_text(cell: Cell, *, verbose: bool) -> str:
         bus = rate * bus_bandwidth_factor(cell.op, cell.topology.ranks)
         lines.append(f"  algorithm bandwidth {rate / 1e9:.4g} GB/s, bus bandwidth {bus / 1e9:.4g} GB/s")
     if verbose:
-        for cost in cell.algorithms:
+        for cost in ranked:
             lines += ["", f"  {cost.algorithm}", *("    " + line for line in formula_lines(cost))]
     return "\n".join(lines)
 
