@@ -67,7 +67,9 @@ def meeting_point(
     for option, variable, value in (("--world-size", "WORLD_SIZE", world_size), ("--rank", "RANK", rank)):
         text = environment.get(variable) if value is None else str(value)
         if text is None or not text.isdecimal():
-            raise InputError(f"{option}: found {text or 'none'}, expected a whole number >= 0 (or torchrun's {variable})")
+            raise InputError(
+                f"{option}: found {text or 'none'}, expected a whole number >= 0 (or torchrun's {variable})"
+            )
         numbers[option] = int(text)
     return parts.hostname, port, numbers["--world-size"], numbers["--rank"]
 

@@ -216,7 +216,10 @@ def test_killed_launcher_leaves_no_orphans(long_run):
     [
         ([], "--dist-url: found none, expected tcp://HOST:PORT (or torchrun's MASTER_ADDR and MASTER_PORT)"),
         (["--dist-url", "udp://h:1"], "--dist-url: found 'udp://h:1', expected tcp://HOST:PORT"),
-        (["--dist-url", "tcp://h:1"], "--world-size: found none, expected a whole number >= 0 (or torchrun's WORLD_SIZE)"),
+        (
+            ["--dist-url", "tcp://h:1"],
+            "--world-size: found none, expected a whole number >= 0 (or torchrun's WORLD_SIZE)",
+        ),
         (
             ["--dist-url", "tcp://h:1", "--world-size", "3", "--rank", "0"],
             "--world-size: found 3, expected 4, the ranks of the plan",
