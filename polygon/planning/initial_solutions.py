@@ -156,6 +156,39 @@ def _sequences(kinds: list[tuple[str, int]], rows: int, sizes: int, limit: int) 
                 yield from ([a] * cut + [b] * (stages - cut) for cut in (stages // 4, stages // 2, 3 * stages // 4))
 
 
+def region_sequences(decoder: Decoder, rows: int, sizes: Sequence[int], limit: int = 6_000) -> Iterator[Allocation]:
+    """Whole regions as stages, in every sequence of two, three, ... of them, read from one end: as where weak devices
+    between two strong regions have more ways to either than these have to one another.
+
+    Every pool at a degree or the largest below it. Longer sequences end where there are more than `limit` of a length,
+    counting degrees and micro-batch sizes.
+    """
+    region = decoder.tables.links.region
+    degrees = sorted({tp for _, tp in decoder.classes})
+    regions = sorted({int(region[p]) for p, _ in decoder.classes})
+    whole = {degree: _whole(decoder, degree) for degree in degrees}
+    for stages in range(2, min(rows, len(regions)) + 1):
+        if math.perm(len(regions), stages) // 2 * len(degrees) * len(sizes) > limit:
+            return
+        for sequence in itertools.permutations(regions, stages):
+            for of in whole.values() if sequence[0] < sequence[-1] else ():
+                x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
+                x[:stages] = of[list(sequence)]
+                for size in sizes:
+                    yield Allocation(workers=x, micro_batch_size=size)
+
+
+def _whole(decoder: Decoder, degree: int) -> np.ndarray:
+    """All workers of every region at a degree, or the largest below it: (regions, classes)."""
+    pools, region = decoder.problem.cluster.pools, decoder.tables.links.region
+    x = np.zeros((len(decoder.problem.cluster.regions), len(decoder.classes)), dtype=np.int64)
+    for c, (p, tp) in enumerate(decoder.classes):
+        others = {other for of, other in decoder.classes if of == p}
+        if tp == max((other for other in others if other <= degree), default=0):
+            x[region[p], c] = pools[p].devices // tp
+    return x
+
+
 def _along(walk: list[int], column: dict[int, int], decoder: Decoder) -> list[int]:
     """Pools in the order of a walk through their regions."""
     pools = decoder.problem.cluster.pools

@@ -27,6 +27,7 @@ from polygon.planning.initial_solutions import (
     grown_starts,
     kind_sequences,
     narrow_starts,
+    region_sequences,
     replicated_starts,
     simple_starts,
     window_starts,
@@ -958,7 +959,8 @@ def _starts(
     for size in sizes:
         for x in simple_starts(decoder, rows, size):
             yield Allocation(workers=x, micro_batch_size=size)
-    yield from itertools.islice(kind_sequences(decoder, rows, sizes, MOST_OF_LENGTH), MOST_SEQUENCES)
+    for sequences in (kind_sequences, region_sequences):
+        yield from itertools.islice(sequences(decoder, rows, sizes, MOST_OF_LENGTH), MOST_SEQUENCES)
 
 
 def _why_not(decoder: Decoder, tried: list[Allocation], nearest: Fitted | None = None) -> Message:

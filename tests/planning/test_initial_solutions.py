@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from polygon import Problem as PosedProblem
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder, most_stages
@@ -20,12 +21,14 @@ from polygon.planning.initial_solutions import (
     grown_starts,
     kind_sequences,
     narrow_starts,
+    region_sequences,
     replicated_starts,
     simple_starts,
     trimmed,
     window_starts,
 )
 from tests.drawn_problems import larger_problems
+from tests.exported_plans import INSTANCES
 from tests.linked_regions import cluster_of, small_gpt
 
 
@@ -117,6 +120,44 @@ def test_sequences_of_types_too_many_to_try_change_once():
     few = [list(sequence) for sequence in _sequences(kinds, 4, 1, 1)]
     assert few[:8] == [[a], [b], [a] * 2, [b] * 2, [a] * 3, [b] * 3, [a] * 4, [b] * 4]
     assert few[8:] == [[x] * n + [y] * (4 - n) for x, y in ((a, b), (b, a)) for n in (1, 2, 3)]
+
+
+def test_every_sequence_of_whole_regions_is_tried(decoder):
+    """Of two, three and four of four regions, each from one end; not of a length with more than so many."""
+    rows = [tuple(map(tuple, x.workers[x.workers.any(axis=1)])) for x in region_sequences(decoder, 8, (1,), 12)]
+    whole = [tuple(row) for row in np.diag([3, 4, 5, 1]).tolist()]
+    orders = [order for n in (2, 3, 4) for order in itertools.permutations(range(4), n) if order[0] < order[-1]]
+    assert sorted(rows) == sorted(tuple(whole[r] for r in order) for order in orders) and len(orders) == 6 + 12 + 12
+    fewer = list(region_sequences(decoder, 8, (1, 2), 12))
+    assert len(fewer) == 2 * 6 and {x.micro_batch_size for x in fewer} == {1, 2}
+    assert all(x.workers.any(axis=1).sum() == 2 for x in region_sequences(decoder, 2, (1,), 12))
+
+
+def test_regions_have_workers_of_a_degree_or_the_largest_below():
+    """Nodes of two and of eight devices: groups of two stay so where the others are of four and eight."""
+    cluster = cluster_of([[("v100-16gb", 2, 2), ("t4", 1, 8)], [("v100-16gb", 1, 8)]], bytes_per_s=1e9)
+    wide = Decoder(Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=64, seq_len=512)))
+    found = {}
+    for x in region_sequences(wide, 4, (1,)):
+        used = [wide.classes[c] + (int(n),) for row in x.workers for c, n in enumerate(row) if n]
+        found[max(tp for _, tp, _ in used)] = used
+    assert found[1] == [(0, 1, 4), (1, 1, 8), (2, 1, 8)]
+    assert found[8] == [(0, 2, 2), (1, 8, 1), (2, 8, 1)]
+
+
+def test_weak_devices_between_strong_ones_are_found():
+    """Two regions of two A100 nodes each and one of four with T4: every two nodes have a link, so that a micro-batch
+    passes the weak region in half of the time that it takes from one strong one to the other."""
+    problem = PosedProblem.from_file(INSTANCES / "native" / "medium-64-regional.yaml").data
+    own = Decoder(problem)
+    rows, sizes = most_stages(problem), own.tables.micro_batch_sizes
+    others = [Allocation(workers=x, micro_batch_size=m) for m in sizes for x in simple_starts(own, rows, m)]
+    others += kind_sequences(own, rows, sizes, 1_000)
+    best = min(region_sequences(own, rows, sizes, 1_000), key=own.value)
+    assert own.value(best) < 0.95 * min(own.value(x) for x in others)
+    regions = own.tables.links.region[[p for p, _ in own.classes]]
+    named = [[problem.cluster.regions[r].name for r in regions[row > 0]] for row in best.workers if row.any()]
+    assert named == [["virginia"], ["california"], ["ohio"]]
 
 
 def test_pipelines_of_tied_models_come_back_to_where_they_begin(decoder):
