@@ -246,7 +246,7 @@ class ClusterSpec(Strict):
     bandwidth_gbps: Matrix | None = None
     capacity_gbps: Capacities | None = None
     defaults: Annotated[list[Name], FIRST_FAULT] = []
-    """Links that nobody gave: what a program that wrote the file assumed."""
+    """Links that nobody gave: what a program that wrote the file assumed. One of another value has been given."""
 
 
 _ModelSpec = _from_dataclass(

@@ -20,11 +20,11 @@ from benchmarks.web_load import cpu_s, rest
 from polygon import Problem
 from polygon.commands.cli import run
 from polygon.commands.serve import main
-from polygon.formats import catalogue
+from polygon.formats import catalogue, convert
 from polygon.formats.convert import cluster_data, cluster_from_spec, model_data, problem_data
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.schema import ClusterSpec, check
-from polygon.formats.serialization import format_json, parse_json, parse_yaml
+from polygon.formats.serialization import format_json, format_yaml, parse_json, parse_yaml
 from polygon.web import ahead
 from polygon.web.app import Settings, create_app
 from polygon.web.guard import Guard
@@ -303,6 +303,22 @@ def test_uploads_are_read_like_files(server):
     config = json.dumps({"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4})
     assert server.request("POST", "/api/v1/read", {"kind": "model", "text": config})[2]["blocks"] == 3
     assert server.request("POST", "/api/v1/read", {"kind": "cluster", "text": "regions: ["})[0] == 422
+
+
+def test_what_a_cluster_file_says_stays_in_the_page(server):
+    """The link of an own device, what the file says of itself, and a value that was edited below `defaults`."""
+    device = {"memory_gib": 24, "tflops": {"fp32": 30}, "memory_bandwidth_gb_per_s": 900, "power_w": 300}
+    cluster = {"name": "own", "description": "mine", "source": "the box", "defaults": ["a.intra_region"],
+               "devices": {"mine": device | {"link": "nvlink4"}},
+               "regions": [{"name": "a", "intra_region": {"latency_ms": 0.5, "bandwidth_gbps": 100},
+                            "nodes": [{"device": "mine", "count": 2, "devices_per_node": 8}]}]}  # fmt: skip
+    said = server.request("POST", "/api/v1/read", {"kind": "cluster", "text": format_yaml(cluster)})[2]
+    link = convert._link_data(catalogue.link("nvlink4"))
+    assert said["devices"]["mine"]["link"] == link and "intra_node" not in said["regions"][0]["nodes"][0]
+    assert said["description"] == "mine" and said["source"] == "the box"
+    assert said["regions"][0]["intra_region"]["bandwidth_gbps"] == 100 and "defaults" not in said
+    full = server.request("POST", "/api/v1/clusters", {"cluster": said})[2]["full"]
+    assert full["regions"][0]["nodes"][0]["intra_node"] == link and "defaults" not in full
 
 
 def test_a_model_is_written_as_it_is_read(server):
