@@ -329,6 +329,8 @@ class Written(TypedDict):
     """A deployment that was written, and its checks."""
 
     name: str
+    folder: str
+    """Below that of all deployments."""
     files: list[str]
     checks: list[dict[str, Any]]
     start: str
@@ -339,6 +341,7 @@ class Deployment(TypedDict):
     """A deployment that is there."""
 
     name: str
+    folder: str
     files: list[str]
 
 

@@ -50,7 +50,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": words, "model": responses.Refusal}
     for status, words in {
         401: "The token is missing or wrong.",
+        403: "The plan is another user's, or the request another site's.",
         404: "There is no such thing.",
+        409: "The name is taken.",
         413: "The request is too large.",
         421: "The server does not answer to the name in Host.",
         422: "Bad input; `detail` says where, what was found and what is allowed.",
@@ -245,6 +247,15 @@ def found_job(store: Store, job: str, language: Asked) -> dict[str, Any]:
     return dict(in_language(row.to_dict(), language))
 
 
+def check_owner(store: Store, job: str, user: str) -> None:
+    """Answer 404 for a job that is none, and 403 for another user's: who has its address may look at it only."""
+    row = store.get(job)
+    if row is None:
+        raise HTTPException(404, Message("missing.job"))
+    if user and row.request.get("user", "") != user:
+        raise HTTPException(403, Message("refused.other_user"))
+
+
 def followed(
     request: Request, state_of: Callable[[], Mapping[str, Any]], under_way: Sequence[str], pause_s: float
 ) -> StreamingResponse:
@@ -297,24 +308,24 @@ def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing, *, forget
         return answer(asked_of(row, store.result(job)))
 
     @app.patch("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
-    def label_job(job: JobId, labels: Labels, language: Asked) -> Any:
+    def label_job(job: JobId, labels: Labels, language: Asked, http: Request) -> Any:
         """Give a plan another name, tags, or put it into the archive."""
-        found_job(store, job, language)
+        check_owner(store, job, http.state.user)
         store.label(job, labels.model_dump(exclude_none=True))
         return found_job(store, job, language)
 
     @app.delete("/api/v1/plans/{job}", status_code=204, responses=RESPONSES)
-    def remove_plan(job: JobId, language: Asked) -> None:
+    def remove_plan(job: JobId, http: Request) -> None:
         """Stop a search and forget it with its plan."""
-        found_job(store, job, language)
+        check_owner(store, job, http.state.user)
         jobs.cancel(job)
         store.remove(job)
         forget(job)
 
     @app.delete("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
-    def cancel_job(job: JobId, language: Asked) -> Any:
+    def cancel_job(job: JobId, language: Asked, http: Request) -> Any:
         """Stop a search and keep the best plan so far."""
-        found_job(store, job, language)
+        check_owner(store, job, http.state.user)
         jobs.cancel(job)
         return found_job(store, job, language)
 
@@ -346,6 +357,7 @@ def add_fronts(app: FastAPI, store: Store, jobs: Jobs) -> None:
         job: JobId,
         index: Annotated[int, PathParameter(ge=0, le=10_000)],
         language: Asked,
+        http: Request,
         step_s: Annotated[float | None, Query(ge=0)] = None,
     ) -> Any:
         """Keep a plan of a front as a plan of its own; with its step, as places change while the search goes on."""
@@ -354,6 +366,7 @@ def add_fronts(app: FastAPI, store: Store, jobs: Jobs) -> None:
             raise HTTPException(404, Message("missing.plan"))
         point = points[index]
         request = {key: value for key, value in row.request.items() if key != "front"}
-        request["name"] = numbered_name(request["name"], store.names(request.get("user", "")))
+        user = request["user"] = http.state.user
+        request["name"] = numbered_name(request["name"], store.names(user))
         note = seconds(point["step_s"])
         return found_job(store, store.add(request, "done", format_json(point["plan"]), note=note), language)

@@ -2043,6 +2043,13 @@ def test_deploy_shows_files_and_writes_them(page, server, plan_id):
     page.locator("#deploy").click()
     page.locator("#deploy-result .good").wait_for()
     assert (server.folder / "deployments" / "gpt3-1-3b-deepspeed" / "ds_config.json").is_file()
+    page.locator("#deploy").click()
+    expect(page.locator("#deploy-error")).to_contain_text("called gpt3-1-3b-deepspeed already")
+    (server.folder / "deployments" / "gpt3-1-3b-deepspeed" / "ds_config.json").unlink()
+    page.locator("#deploy-replace").click()
+    page.locator("#deploy-result .good").wait_for()
+    expect(page.locator("#deploy-replace, #deploy-error")).to_have_count(0)
+    assert (server.folder / "deployments" / "gpt3-1-3b-deepspeed" / "ds_config.json").is_file()
     with page.expect_download() as saved:
         page.locator("#deployments button").first.click()
     assert zipfile.is_zipfile(saved.value.path())
