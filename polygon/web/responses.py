@@ -183,7 +183,7 @@ class View(TypedDict):
     regions: list[dict[str, Any]]
     stages: list[dict[str, Any]]
     links: list[dict[str, Any]]
-    traffic: dict[str, Number | str]
+    traffic: dict[str, Number | str | bool]
     formulas: list[dict[str, str]]
     over_memory: float
     bubble: Number

@@ -22,6 +22,7 @@ from polygon.formats import catalogue
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.files import read_cluster, write_plan
 from polygon.formats.serialization import format_json
+from polygon.messages.report import three
 from polygon.planning.decode import Allocation, Decoder
 from tests.exported_plans import planned, wide
 from tests.free_ports import free_port
@@ -1903,6 +1904,12 @@ def test_strategy_and_communication_show_what_they_compute(page, server, wide_pl
     before = card(page, "step")
     # The case that applies is open; the advice with a button may be another's.
     page.locator("#advice details").evaluate_all("all => all.forEach((part) => { part.open = true; })")
+    measured = server.request("POST", f"/api/v1/plans/{wide_plan}/advice", {})[2]["cases"]["communication"]
+    [more] = [m for m in measured if m["key"] == "accumulate"]
+    row = page.locator("#advice details").nth(2).locator("tr", has_text="Accumulate")
+    batch = view["batch"]["global_batch"]
+    expect(row).to_contain_text(f"becomes 4 times as large: {4 * batch} sequences in {three(more['step_s'])} s")
+    expect(row.locator("td").nth(1)).to_have_text(f"{three(more['step_s'] / 4)} s")
     page.locator("#advice button").first.click()
     page.locator("[data-card=step] small", has_text=f"planned {before}").wait_for()
     page.locator("#reset").click()
