@@ -912,6 +912,15 @@ def test_a_search_waits_for_the_cluster_that_was_chosen(fresh):
     expect(fresh.locator("#fold-cluster small")).to_have_text("8 devices in 2 regions")
 
 
+def test_the_question_is_of_what_is_best(fresh):
+    """While there is no plan the page asks for the one of the chosen objective."""
+    asked = fresh.locator("h1.sentence")
+    expect(asked).to_contain_text("trains this model fastest")
+    fresh.locator("#fold-goal").click()
+    fresh.locator("[data-path=objective]").select_option("money")
+    expect(asked).to_contain_text("for least money")
+
+
 def test_constraints_and_objective_reach_the_planner(fresh, server):
     """What the rail says is what is asked; a fault is told; the plan remembers it for another browser."""
     choose(fresh, "gpt3-1.3b")
