@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from polygon.api import planner, plans
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, Phrase, require
 from polygon.domain.message import Message
 from polygon.export.targets import TARGETS
 from polygon.formats.convert_plan import plan_data, plan_from_spec
@@ -49,8 +49,8 @@ from polygon.web.pricing import Pricing, Question, Tell
 from polygon.web.questions import WORDED, Loaded, own_changes
 from polygon.web.questions import load as read_plan
 from polygon.web.same_plans import SamePlans
-from polygon.web.search_routes import JOB, RESPONSES, JobId, answer, as_bytes
-from polygon.web.sliders import Changes, positions, timed
+from polygon.web.search_routes import JOB, RESPONSES, Called, JobId, answer, as_bytes
+from polygon.web.sliders import NO_CHANGE, Changes, positions, timed
 from polygon.web.store import Store
 
 Target = Literal["deepspeed", "megatron", "torchtitan", "torchrun", "slurm", "kubernetes", "skypilot", "tc"]
@@ -96,7 +96,7 @@ class Window(BaseModel):
 class VariantRequest(Strict):
     """A plan with something changed, to be kept; without a name it is called by what differs, in any language."""
 
-    name: Annotated[str, Field(max_length=120)] = ""
+    name: Called = ""
     changes: Changes
 
 
@@ -216,6 +216,7 @@ def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> No
         What takes longer than a price, its bound, the processes that price add to the file for who asks.
         """
         it = asked.load(job)
+        require(request.changes != NO_CHANGE, "changes", Phrase("none"), "what differs from the plan")
         changes = own_changes(it, request.changes)
         problem, plan, _, times = timed(it.problem, it.plan, changes, it.tables)
         own = plans.Plan(planner.Problem.of(problem), plan)

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import MinLen
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from polygon.api.choices import EffortName, Objective
 from polygon.cost.convergence import rows
@@ -27,7 +28,7 @@ from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
 from polygon.formats import catalogue, convert, files
 from polygon.formats import recognition as formats
 from polygon.formats.hugging_face_export import hugging_face_config
-from polygon.formats.schema import ClusterSpec, ModelSpec, Strict, check
+from polygon.formats.schema import ClusterSpec, ModelSpec, Strict, all_different, check, seen_if_any
 from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.report import seconds, three
 from polygon.web import responses
@@ -66,12 +67,17 @@ def as_bytes(kind: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "As it is.", "content": {kind: {"schema": {"type": "string"}}}}}
 
 
+Called = Annotated[str, Field(max_length=120), AfterValidator(seen_if_any)]
+"""What people call a plan; empty: nothing."""
+Tag = Annotated[str, MinLen(1), Field(max_length=40), AfterValidator(seen_if_any)]
+
+
 class SearchRequest(Strict):
     """A search to be started."""
 
     problem: dict[str, Any]
     """As in a problem file; checked by the same validator."""
-    name: Annotated[str, Field(max_length=120)] = ""
+    name: Called = ""
     objective: Objective = "time"
     """What is best, as with the command line's --objective."""
     effort: EffortName = "quick"
@@ -88,8 +94,8 @@ class ClusterRequest(Strict):
 class Labels(Strict):
     """What people call a plan; what is left out stays."""
 
-    name: Annotated[str, Field(max_length=120)] | None = None
-    tags: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=12)] | None = None
+    name: Called | None = None
+    tags: Annotated[list[Tag], Field(max_length=12), AfterValidator(all_different)] | None = None
     archived: bool | None = None
 
 

@@ -554,6 +554,33 @@ def test_a_plan_knows_what_it_was_asked_for_and_what_it_is_called(server):
     assert server.request("GET", f"/api/v1/jobs/{job}")[0] == 404
 
 
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [({"name": "\0"}, r"name: found '\x00', expected a name on one line, without control characters"),
+     ({"name": " \u200b"}, r"name: found ' \u200b', expected a name that can be seen"),
+     ({"tags": [""]}, "tags[0]: found '', expected a text that is not empty"),
+     ({"tags": ["a", "b", "a"]}, "tags: found 'a', expected each of them once"),
+     ({"tags": [str(i) for i in range(1000)]}, "tags: found 1000 entries, expected at most 12"),
+     ({"tags": ["x" * 41]}, "tags[0]: found 41 characters, expected at most 40")],
+)  # fmt: skip
+def test_names_that_nobody_sees_are_refused(server, plan_id, labels, said):
+    """In one line that says what is allowed; a plan without a name is called by its number, as before."""
+    status, _, answer = server.request("PATCH", f"/api/v1/jobs/{plan_id}", labels)
+    assert (status, answer["detail"]) == (422, said)
+    before = server.request("GET", f"/api/v1/jobs/{plan_id}")[2]["name"]
+    assert server.request("PATCH", f"/api/v1/jobs/{plan_id}", {"name": ""})[0] == 200
+    assert server.request("PATCH", f"/api/v1/jobs/{plan_id}", {"name": before})[2]["name"] == before
+
+
+@pytest.mark.parametrize("changes", [{}, {"bandwidth_factor": 1.0}, {"streams": None}])
+def test_a_variant_without_a_change_is_refused(server, plan_id, changes):
+    """It would be a second row for the same plan, without a name."""
+    before = len(server.request("GET", "/api/v1/jobs")[2])
+    status, _, answer = server.request("POST", f"/api/v1/plans/{plan_id}/variants", {"changes": changes})
+    assert status == 422 and answer["detail"] == "changes: found none, expected what differs from the plan"
+    assert len(server.request("GET", "/api/v1/jobs")[2]) == before
+
+
 def test_sizes_are_limited(server):
     """A body beyond the limit is refused unread, announced or not."""
     for header in (("Content-Length", "9000000"), ("Transfer-Encoding", "chunked")):

@@ -177,7 +177,7 @@ function PlanRow({ j }: { j: Data }): JSX.Element {
   const submit = (e: Event): void => {
     e.preventDefault();
     const { tags } = naming!;
-    void label(j.id, { name: naming!.name, tags: tags.split(",").map((x) => x.trim()).filter(Boolean) }, () => { if (typed.current === naming) setNaming(null); });
+    void label(j.id, { name: naming!.name, tags: [...new Set(tags.split(",").map((x) => x.trim()).filter(Boolean))] }, () => { if (typed.current === naming) setNaming(null); });
   };
   if (naming)
     return (
