@@ -109,12 +109,12 @@ def _searched(
     args: argparse.Namespace, problem: Problem, groups: Groups | None, talk: cli.Talk, asked: cli.Asked, clock: Clock
 ) -> Result:
     """The search that the options ask for, with its progress."""
-    from polygon.messages.report import seconds
+    from polygon.messages.report import valued
 
     with talk.progress("searching", 1.0) as show:
 
         def tell(phase: Message, part: float, best: float) -> None:
-            show(part, f"{phase}: {seconds(best) if args.objective == 'time' else f'{best:.4g}'}")
+            show(part, f"{phase}: {valued(args.objective, best)}")
             asked.heed()
 
         found: Result = cli.posed(problem, args).search(

@@ -40,6 +40,8 @@ class Device:
     source: str = ""
     efficiency: MeasuredEfficiency | None = None
     """What it reaches of the above; None: what its architecture does."""
+    link: Link | None = None
+    """What joins two devices of one node where the node does not say; None: nobody said."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "device.name", self.name, "a name")
@@ -192,6 +194,8 @@ class Cluster:
         Every device type that the regions use.
     stages : int or None
         Pipeline stages that the owner of the cluster asks for; None leaves the choice to the planner.
+    description, source : str
+        What the owner of the cluster says of it, and where its numbers are from.
     defaults : tuple of str
         Links that the owner did not give, as ``REGION.intra_region``, ``REGION.nodes[I].intra_node``,
         ``REGION.nodes[I].inter_node`` or ``REGION - REGION`` (both ways, see `link_between`): what stands there is
@@ -205,6 +209,8 @@ class Cluster:
     capacity_bytes_per_s: np.ndarray
     catalogue: Mapping[str, Device] = field(default_factory=dict)
     stages: int | None = None
+    description: str = ""
+    source: str = ""
     defaults: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

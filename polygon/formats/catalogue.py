@@ -59,7 +59,13 @@ def device_from_spec(name: str, spec: DeviceSpec) -> Device:
         architecture=spec.architecture,
         source=spec.source,
         efficiency=spec.efficiency and MeasuredEfficiency(**spec.efficiency.model_dump()),
+        link=_link_of_device(spec),
     )
+
+
+def _link_of_device(spec: DeviceSpec) -> Link | None:
+    with located("link: "):
+        return None if spec.link is None else link_from_spec(spec.link)
 
 
 def model_from_spec(spec: Any) -> Model:
@@ -102,19 +108,26 @@ def own_or_known(device_name: str) -> str:
         return device_name
 
 
-def with_known_efficiency(spelt: Device) -> Device:
-    """A device that a file spells out: of the name and peaks of one of the catalogue, it reaches as much of them."""
+def completed(spelt: Device) -> Device:
+    """A device that a file spells out: of the name and peaks of one of the catalogue, it reaches as much of them and
+    has its link, where the file does not say."""
     known = devices().get(spelt.name)
-    if known is None or spelt.efficiency is not None or dict(known.flops) != dict(spelt.flops):
+    if known is None or dict(known.flops) != dict(spelt.flops):
         return spelt
-    return replace(spelt, efficiency=known.efficiency)
+    return replace(spelt, efficiency=spelt.efficiency or known.efficiency, link=spelt.link or known.link)
+
+
+def has_own_link(device: Device) -> bool:
+    """Whether a file says what joins two of these devices, other than the catalogue does."""
+    known = devices().get(device.name)
+    return device.link is not None and (known is None or known.link != device.link)
 
 
 def usual_link(device_name: str) -> Link:
     """What usually joins two devices of one node, for a device type of the catalogue."""
-    spec = _device_specs()[_find(device_name, devices(), _device_aliases(), "device")]
-    assert spec.link is not None
-    return link_from_spec(spec.link)
+    found = device(device_name).link
+    assert found is not None
+    return found
 
 
 def link(name: str) -> Link:

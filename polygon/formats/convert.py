@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Mapping
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,7 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Clust
     own = {}
     for name, device in spec.devices.items():
         with located(f"devices.{name}."):
-            own[name] = catalogue.with_known_efficiency(catalogue.device_from_spec(name, device))
-        _link(device.link, f"devices.{name}.link", lambda: DEFAULT_INTRA_REGION)
+            own[name] = catalogue.completed(catalogue.device_from_spec(name, device))
     names = [region.name for region in spec.regions]
     for i, name in enumerate(names):
         require(
@@ -59,8 +59,9 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Clust
         )
     used: dict[str, Device] = {}
     assumed: list[str] = []
-    regions = tuple(_region(region, f"regions[{i}]", spec, own, used, assumed) for i, region in enumerate(spec.regions))
+    regions = tuple(_region(region, f"regions[{i}]", own, used, assumed) for i, region in enumerate(spec.regions))
     latency_s, bytes_per_s, capacity, said = _matrices(spec, names)
+    told = [name for name in spec.defaults if name not in _given(regions, used, latency_s, bytes_per_s)]
     filled = default_links.fill(regions, latency_s, bytes_per_s, said)
     assumed += [link_between(names[a], names[b]) for a, b in filled]
     _check_connected(names, bytes_per_s)
@@ -83,14 +84,37 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Clust
         capacity_bytes_per_s=capacity,
         catalogue=used,
         stages=spec.stages,
-        defaults=tuple(dict.fromkeys([*spec.defaults, *assumed])),
+        description=spec.description,
+        source=spec.source,
+        defaults=tuple(dict.fromkeys([*told, *assumed])),
     )
+
+
+def _given(
+    regions: tuple[Region, ...], devices: Mapping[str, Device], latency_s: np.ndarray, bytes_per_s: np.ndarray
+) -> set[str]:
+    """Links, as `Cluster.defaults` calls them, that are not what would be assumed: somebody has given them."""
+    given = set()
+    for region in regions:
+        if region.intra_region != DEFAULT_INTRA_REGION:
+            given.add(f"{region.name}.intra_region")
+        for i, group in enumerate(region.node_groups):
+            device = devices[group.device]
+            if catalogue.has_own_link(device) or group.intra_node != _usual_link(device):
+                given.add(f"{region.name}.nodes[{i}].intra_node")
+            if group.inter_node != region.intra_region:
+                given.add(f"{region.name}.nodes[{i}].inter_node")
+    for (a, here), (b, there) in combinations(enumerate(regions), 2):
+        link = default_links.between(here, there)
+        ways = [(latency_s[pair], bytes_per_s[pair]) for pair in ((a, b), (b, a))]
+        if link is None or any(way != (link.latency_s, link.bytes_per_s) for way in ways):
+            given.add(link_between(here.name, there.name))
+    return given
 
 
 def _region(
     spec: RegionSpec,
     where: str,
-    cluster: ClusterSpec,
     own: Mapping[str, Device],
     used: dict[str, Device],
     assumed: list[str],
@@ -99,15 +123,15 @@ def _region(
     intra_region = _link(spec.intra_region, f"{where}.intra_region", lambda: DEFAULT_INTRA_REGION)
     if spec.intra_region is None:
         assumed.append(f"{spec.name}.intra_region")
-    for i, node in enumerate(spec.nodes):
-        if node.intra_node is None and node.devices_per_node > 1:
+    groups = tuple(
+        _node_group(node, f"{where}.nodes[{i}]", intra_region, own, used) for i, node in enumerate(spec.nodes)
+    )
+    for i, (node, group) in enumerate(zip(spec.nodes, groups, strict=True)):
+        if node.intra_node is None and node.devices_per_node > 1 and not catalogue.has_own_link(used[group.device]):
             assumed.append(f"{spec.name}.nodes[{i}].intra_node")
     return Region(
         name=spec.name,
-        node_groups=tuple(
-            _node_group(node, f"{where}.nodes[{i}]", intra_region, cluster, own, used)
-            for i, node in enumerate(spec.nodes)
-        ),
+        node_groups=groups,
         intra_region=intra_region,
         latitude=spec.latitude,
         longitude=spec.longitude,
@@ -120,28 +144,25 @@ def _node_group(
     spec: NodeSpec,
     where: str,
     intra_region: Link,
-    cluster: ClusterSpec,
     own: Mapping[str, Device],
     used: dict[str, Device],
 ) -> NodeGroup:
     with located(f"{where}.device: "):
         device = own[spec.device] if spec.device in own else _known_device(spec.device, own)
     used[device.name] = device
-
-    def usual_link() -> Link:
-        if device.name not in own:
-            return catalogue.usual_link(device.name)
-        own_link = cluster.devices[device.name].link
-        return _link(own_link, f"devices.{device.name}.link", lambda: catalogue.link("pcie3-x16"))
-
     return NodeGroup(
         device=device.name,
         nodes=spec.count,
         devices_per_node=spec.devices_per_node,
-        intra_node=_link(spec.intra_node, f"{where}.intra_node", usual_link),
+        intra_node=_link(spec.intra_node, f"{where}.intra_node", lambda: _usual_link(device)),
         inter_node=_link(spec.inter_node, f"{where}.inter_node", lambda: intra_region),
         price_usd_per_hour=spec.price_usd_per_hour,
     )
+
+
+def _usual_link(device: Device) -> Link:
+    """Between two devices of a node that does not say."""
+    return device.link or catalogue.link("pcie3-x16")
 
 
 def _known_device(name: str, own: Mapping[str, Device]) -> Device:
@@ -237,6 +258,7 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
         ]
 
     data: dict[str, Any] = {"format": "polygon-cluster", "version": 1, "name": cluster.name}
+    data |= {key: text for key in ("description", "source") if (text := getattr(cluster, key))}
     if cluster.stages is not None:
         data["stages"] = cluster.stages
     if cluster.defaults:
@@ -262,6 +284,8 @@ def _device_data(device: Device) -> dict[str, Any]:
         "architecture": device.architecture,
         "source": device.source,
     }
+    if device.link is not None and catalogue.has_own_link(device):
+        data["link"] = _link_data(device.link)
     if device.efficiency is not None:
         data["efficiency"] = {k: v for k, v in dataclasses.asdict(device.efficiency).items() if v not in (None, "")}
     return {key: value for key, value in data.items() if value != ""}

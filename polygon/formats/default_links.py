@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from polygon.domain.cluster import Region
+from polygon.domain.cluster import Link, Region
 from polygon.formats import catalogue
 
 Place = tuple[float, float]
@@ -55,6 +55,15 @@ def place_of(region: Region) -> Place | None:
     return None if region.latitude is None or region.longitude is None else (region.latitude, region.longitude)
 
 
+def between(a: Region, b: Region) -> Link | None:
+    """What is taken for the link between two regions; None where one of them has no place."""
+    here, there = place_of(a), place_of(b)
+    if here is None or there is None:
+        return None
+    floor_s, s_per_km = latency_by_distance()
+    return Link(latency_s=round(floor_s + s_per_km * km_between(here, there), 4), bytes_per_s=DEFAULT_BYTES_PER_S)
+
+
 def fill(
     regions: Sequence[Region], latency_s: np.ndarray, bytes_per_s: np.ndarray, said: np.ndarray
 ) -> list[tuple[int, int]]:
@@ -75,15 +84,13 @@ def fill(
     part = parts(bytes_per_s)
     if not part.any() or len(part) > MOST_REGIONS:
         return []
-    floor_s, s_per_km = latency_by_distance()
     found = []
     for a, b in np.argwhere(np.triu(part[:, None] != part[None, :])).tolist():
-        here, there = place_of(regions[a]), place_of(regions[b])
-        if said[a, b] or said[b, a] or here is None or there is None:
+        link = between(regions[a], regions[b])
+        if said[a, b] or said[b, a] or link is None:
             continue
         for pair in ((a, b), (b, a)):
-            latency_s[pair] = round(floor_s + s_per_km * km_between(here, there), 4)
-            bytes_per_s[pair] = DEFAULT_BYTES_PER_S
+            latency_s[pair], bytes_per_s[pair] = link.latency_s, link.bytes_per_s
         found.append((a, b))
     return found
 

@@ -246,7 +246,7 @@ class ClusterSpec(Strict):
     bandwidth_gbps: Matrix | None = None
     capacity_gbps: Capacities | None = None
     defaults: Annotated[list[Name], FIRST_FAULT] = []
-    """Links that nobody gave: what a program that wrote the file assumed."""
+    """Links that nobody gave: what a program that wrote the file assumed. One of another value has been given."""
 
 
 _ModelSpec = _from_dataclass(
@@ -504,6 +504,9 @@ def fault_message(schema: type[BaseModel], fault: Mapping[str, Any]) -> Message:
     elif fault["type"] == "string_too_long":
         found = Message("found.characters", characters=len(fault["input"]))
         expected = Message("expected.at_most", most=fault["ctx"]["max_length"])
+    elif fault["type"] == "too_long" and not any(isinstance(it, Len) for it in _annotation_at(schema, loc)[1]):
+        found = Message("found.entries", entries=len(fault["input"]))
+        expected = Message("expected.at_most", most=fault["ctx"]["max_length"])
     elif _is_unknown_key(fault):
         parent, _ = _annotation_at(schema, loc[:-1])
         key = str(loc[-1])
@@ -524,6 +527,33 @@ def path(loc: Sequence[int | str]) -> str:
         if part != "[key]":
             text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
+
+
+def seen_if_any(text: str) -> str:
+    """A name that somebody can see, on one line; or none.
+
+    Raises
+    ------
+    PydanticCustomError
+        For another, so that it can stand in an `AfterValidator`.
+    """
+    if text and all(unicodedata.category(sign) in ("Cf", "Zs") for sign in text):
+        raise _refuse(_short(text), "a name that can be seen")
+    return text and _seen(text)
+
+
+def all_different(words: list[str]) -> list[str]:
+    """Words of which none comes twice.
+
+    Raises
+    ------
+    PydanticCustomError
+        For others.
+    """
+    for i, word in enumerate(words):
+        if word in words[:i]:
+            raise _refuse(_short(word), "each of them once")
+    return words
 
 
 def _short(value: object, limit: int = 60) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,21 @@ def seconds(value: float) -> str:
     if value >= 1 or value == 0:
         return f"{three(value)} s" if value else "0 s"
     return f"{three(value * 1e3)} ms" if value >= 1e-3 else f"{three(value * 1e6)} µs"
+
+
+def valued(objective: str, value: float) -> Message | str:
+    """What a search has found so far, with its unit; `objective` as the command line names it."""
+    from polygon.planning.objectives import OVER_LIMIT
+
+    if value >= OVER_LIMIT:
+        return Message("value.over") if math.isfinite(value) else "—"
+    if objective == "money":
+        return Message("value.money", usd=written_out(value))
+    if objective == "energy":
+        return Message("value.energy", kwh=written_out(value / 3.6e6))
+    if objective == "tokens-per-usd":
+        return Message("value.tokens", tokens=written_out(-value))
+    return seconds(value)
 
 
 def size(n_bytes: float) -> str:

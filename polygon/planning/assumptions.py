@@ -207,7 +207,7 @@ def _planned_anew(
     if base_s < step_times(plan, tables).step_s * (1 - least):
         # A plan for least money, say: what another saves on the cluster as it is, is not the link's.
         base_s = min(base_s, searched(problem, tables))
-    gains = {row.text["name"]: 1 - (1 + row.replanned) * answers.baseline_s / base_s for row in answers.rows}
+    gains = {row.text["name"]: 1 - row.step_s / base_s for row in answers.rows}
     if problem.cluster.devices <= MOST_SEARCHED:
         # What simple starts lead to may be no better than a plan that a search has found.
         _, name, cluster = promising[0]

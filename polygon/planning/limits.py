@@ -210,8 +210,9 @@ def assumed(problem: Problem, plan: Plan, tables: CostTables) -> list[dict[str, 
 def replanned(problem: Problem, plan: Plan, tables: CostTables, limit: Limit) -> dict[str, Any]:
     """What a limit would bring if the cluster with more of it were planned anew.
 
-    A short search from the plan on the changed cluster, held against the same search on the cluster as it is. The
-    value tried is the suggested one, else `BOLD` times as good. Beside it what it brings to the plan as it is.
+    A short search from the plan on the changed cluster, held against the same search on the cluster as it is, or the
+    plan as it is where that gains more. The value tried is the suggested one, else `BOLD` times as good. Beside it what
+    it brings to the plan as it is.
     """
     resource = limit.resource
     lower = resource.quality == "latency"
@@ -221,8 +222,8 @@ def replanned(problem: Problem, plan: Plan, tables: CostTables, limit: Limit) ->
     text = Message("change.latency", a=resource.region, b=resource.other)
     change = WhatIf(text=text, cluster=resource.better(problem.cluster, factor))
     answer = sensitivities(problem, plan, tables=tables, changes=[change])
-    same = 1 - _step_s(problem, plan, tables, resource, factor) / step_times(plan, tables).step_s
-    return resource.to_dict() | {"value": value, "same_plan": float(same), "would_save": -answer.rows[0].replanned}
+    [row] = answer.rows
+    return resource.to_dict() | {"value": value, "same_plan": -row.same_plan, "would_save": -row.replanned}
 
 
 def _assumed(assumption: Assumption) -> dict[str, Any]:

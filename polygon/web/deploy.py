@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from polygon.domain.errors import fault
 from polygon.domain.message import Message
@@ -20,15 +21,39 @@ from polygon.planning.checker import violations
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,120}")
 MOST_DEPLOYMENTS = 200
+OWNER = "@"
+"""Begins the name of a user's folder, which no deployment has."""
 
 
-def write_deployment(root: Path, name: str, texts: Mapping[str, str]) -> Path:
-    """Write an export's files into `root/name`, which it replaces.
+class TakenError(Exception):
+    """A deployment of that name is there, and is not to be replaced."""
+
+
+def folder_of(user: str) -> str:
+    """Where below the root a user's deployments are; of the only one, who need not say who that is, there itself."""
+    return OWNER + quote(user, safe="") if user else ""
+
+
+def owner_of(parts: tuple[str, ...]) -> str | None:
+    """Whose a path below the root is; None: everybody's."""
+    return unquote(parts[0].removeprefix(OWNER)) if parts and parts[0].startswith(OWNER) else None
+
+
+def check_free(root: Path, name: str, *, replace: bool) -> None:
+    """Raise `TakenError` for a deployment that is there and is not to be replaced."""
+    if not replace and (root / name).exists():
+        raise TakenError
+
+
+def write_deployment(root: Path, name: str, texts: Mapping[str, str], *, replace: bool = False) -> Path:
+    """Write an export's files into `root/name`.
 
     Raises
     ------
     InputError
         For a name that is none, and where there are too many.
+    TakenError
+        Where it is there, unless it is to be replaced.
     """
     if not NAME.fullmatch(name):
         raise fault("name", name, "letters a-z, digits and '-', at most 40")
@@ -37,6 +62,7 @@ def write_deployment(root: Path, name: str, texts: Mapping[str, str]) -> Path:
         raise fault("name", Message("found.link", name=name), "a folder or nothing")
     if not folder.exists() and root.exists() and len(list(root.iterdir())) >= MOST_DEPLOYMENTS:
         raise fault("deployments", MOST_DEPLOYMENTS, "fewer (remove some)")
+    check_free(root, name, replace=replace)
     if folder.exists():
         shutil.rmtree(folder)
     files.write_folder(folder, texts)

@@ -23,7 +23,7 @@ def lean(cluster: Cluster) -> dict[str, Any]:
     data["devices"] = {name: own for name, own in data["devices"].items() if known.get(name) != cluster.catalogue[name]}
     if not data["devices"]:
         del data["devices"]
-    for region in data["regions"]:
+    for region, groups in zip(data["regions"], (it.node_groups for it in cluster.regions), strict=True):
         inside = region["intra_region"]
         if f"{region['name']}.intra_region" in assumed:
             del region["intra_region"]
@@ -32,7 +32,9 @@ def lean(cluster: Cluster) -> dict[str, Any]:
             del region["egress_usd_per_gb"]
         for i, node in enumerate(region["nodes"]):
             name = f"{region['name']}.nodes[{i}].intra_node"
-            if name in assumed or node["devices_per_node"] == 1:
+            device = cluster.catalogue[node["device"]]
+            own = catalogue.has_own_link(device) and groups[i].intra_node == device.link
+            if name in assumed or own or node["devices_per_node"] == 1:
                 del node["intra_node"]
                 assumed.discard(name)
             if node["inter_node"] == inside:

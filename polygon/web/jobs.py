@@ -23,7 +23,7 @@ from polygon.formats.convert_plan import plan_data, plan_from_spec
 from polygon.formats.schema import PlanSpec, ProblemSpec, check
 from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.explanation import explanation_data
-from polygon.messages.report import seconds
+from polygon.messages.report import seconds, valued
 from polygon.planning.alternatives import Explainer
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.frontier import FrontPoint, find_front
@@ -192,8 +192,7 @@ class Jobs:
         objective: Objective = request.get("objective", "time")
 
         def tell(phase: Message, part: float, best: float) -> None:
-            value = seconds(best) if objective == "time" else f"{best:.4g}"
-            progress.tell(Message("phase.best", phase=phase, best=value), part)
+            progress.tell(Message("phase.best", phase=phase, best=valued(objective, best)), part)
 
         result = planner.Problem.of(problem_of(request["problem"])).search(
             objective=objective,

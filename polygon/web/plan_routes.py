@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from asyncio import Queue, create_task
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from polygon.api import planner, plans
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, Phrase, require
 from polygon.domain.message import Message
 from polygon.export.targets import TARGETS
 from polygon.formats.convert_plan import plan_data, plan_from_spec
@@ -32,7 +32,16 @@ from polygon.planning.checker import violations
 from polygon.web import responses
 from polygon.web.ahead import Ahead
 from polygon.web.answers import Answers
-from polygon.web.deploy import check_folder, deployment_files, pack_deployment, read_deployment, write_deployment
+from polygon.web.deploy import (
+    TakenError,
+    check_folder,
+    check_free,
+    deployment_files,
+    folder_of,
+    pack_deployment,
+    read_deployment,
+    write_deployment,
+)
 from polygon.web.guard import Receive, Scope, Send
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, numbered_name, plan_name
 from polygon.web.language import Asked, in_language, preferred
@@ -40,8 +49,8 @@ from polygon.web.pricing import Pricing, Question, Tell
 from polygon.web.questions import WORDED, Loaded, own_changes
 from polygon.web.questions import load as read_plan
 from polygon.web.same_plans import SamePlans
-from polygon.web.search_routes import JOB, RESPONSES, JobId, answer, as_bytes
-from polygon.web.sliders import Changes, positions, timed
+from polygon.web.search_routes import JOB, RESPONSES, Called, JobId, answer, as_bytes
+from polygon.web.sliders import NO_CHANGE, Changes, positions, timed
 from polygon.web.store import Store
 
 Target = Literal["deepspeed", "megatron", "torchtitan", "torchrun", "slurm", "kubernetes", "skypilot", "tc"]
@@ -69,6 +78,8 @@ class DeployRequest(Strict):
     name: DeployName
     target: Target
     hosts: Annotated[str, Field(max_length=200_000)] = ""
+    replace: bool = False
+    """Whether a deployment of that name may be replaced."""
 
 
 class Window(BaseModel):
@@ -85,7 +96,7 @@ class Window(BaseModel):
 class VariantRequest(Strict):
     """A plan with something changed, to be kept; without a name it is called by what differs, in any language."""
 
-    name: Annotated[str, Field(max_length=120)] = ""
+    name: Called = ""
     changes: Changes
 
 
@@ -205,6 +216,7 @@ def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> No
         What takes longer than a price, its bound, the processes that price add to the file for who asks.
         """
         it = asked.load(job)
+        require(request.changes != NO_CHANGE, "changes", Phrase("none"), "what differs from the plan")
         changes = own_changes(it, request.changes)
         problem, plan, _, times = timed(it.problem, it.plan, changes, it.tables)
         own = plans.Plan(planner.Problem.of(problem), plan)
@@ -404,40 +416,55 @@ def stored(store: Store, job: str) -> tuple[str, Mapping[str, Any]]:
     return text, row.request.get("changes", {})
 
 
+@contextmanager
+def taken(name: str) -> Iterator[None]:
+    """Answer 409 where a deployment of that name is there."""
+    try:
+        yield
+    except TakenError:
+        raise HTTPException(409, Message("refused.deployment", name=name)) from None
+
+
 def add_deployments(app: FastAPI, asked: Asking, pricing: Pricing, folder: Path) -> None:
-    """Exports written to disk, and what is there."""
+    """Exports written to disk, and what is there; each user has deployments of their own."""
 
     @app.post("/api/v1/plans/{job}/deploy", status_code=201, responses=RESPONSES, response_model=responses.Written)
-    async def deploy(job: JobId, request: DeployRequest, language: Asked) -> Any:
-        """Write an export into deployments/NAME and check it without starting anything."""
-        arguments = tuple(request.model_dump().items())
+    async def deploy(job: JobId, request: DeployRequest, language: Asked, http: Request) -> Any:
+        """Write an export into a folder of deployments and check it without starting anything."""
+        own = folder / folder_of(http.state.user)
+        with taken(request.name):
+            check_free(own, request.name, replace=request.replace)
+        arguments = tuple(request.model_dump(exclude={"replace"}).items())
         made = orjson.loads(await pricing.ask(Question(plan=await asked.plan(job), what="export", arguments=arguments)))
 
         def write() -> Any:
-            checks = check_folder(write_deployment(folder, request.name, made["files"]))
-            data = {"name": request.name, "files": sorted(made["files"]), "checks": checks, "start": made["start"]}
+            with taken(request.name):
+                path = write_deployment(own, request.name, made["files"], replace=request.replace)
+            data = {"name": request.name, "folder": path.relative_to(folder).as_posix(), "files": sorted(made["files"]),
+                    "checks": check_folder(path), "start": made["start"]}  # fmt: skip
             return in_language(data, language)
 
         return await run_in_threadpool(write)
 
     @app.get("/api/v1/deployments", responses=RESPONSES, response_model=list[responses.Deployment])
-    def deployments() -> Any:
-        """Names of deployments and their files."""
-        return deployment_files(folder)
+    def deployments(http: Request) -> Any:
+        """Names of the user's deployments and their files."""
+        below = folder_of(http.state.user)
+        return [row | {"folder": f"{below}/{row['name']}".lstrip("/")} for row in deployment_files(folder / below)]
 
     @app.get("/api/v1/deployments/{name}", responses=RESPONSES | as_bytes("application/zip"))
-    def deployment_archive(name: DeployName) -> Any:
+    def deployment_archive(name: DeployName, http: Request) -> Any:
         """All files of a deployment in one (zip)."""
-        packed = pack_deployment(folder, name)
+        packed = pack_deployment(folder / folder_of(http.state.user), name)
         if packed is None:
             raise HTTPException(404, Message("missing.file"))
         headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
         return Response(packed, media_type="application/zip", headers=headers)
 
     @app.get("/api/v1/deployments/{name}/{file}", responses=RESPONSES | as_bytes("text/plain"))
-    def deployment_file(name: DeployName, file: str) -> Any:
+    def deployment_file(name: DeployName, file: str, http: Request) -> Any:
         """One file of a deployment."""
-        text = read_deployment(folder, name, file)
+        text = read_deployment(folder / folder_of(http.state.user), name, file)
         if text is None:
             raise HTTPException(404, Message("missing.file"))
         return Response(text, media_type="text/plain; charset=utf-8")

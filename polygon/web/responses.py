@@ -182,7 +182,7 @@ class View(TypedDict):
     regions: list[dict[str, Any]]
     stages: list[dict[str, Any]]
     links: list[dict[str, Any]]
-    traffic: dict[str, Number | str]
+    traffic: dict[str, Number | str | bool]
     formulas: list[dict[str, str]]
     over_memory: float
     bubble: Number
@@ -328,6 +328,8 @@ class Written(TypedDict):
     """A deployment that was written, and its checks."""
 
     name: str
+    folder: str
+    """Below that of all deployments."""
     files: list[str]
     checks: list[dict[str, Any]]
     start: str
@@ -338,6 +340,7 @@ class Deployment(TypedDict):
     """A deployment that is there."""
 
     name: str
+    folder: str
     files: list[str]
 
 

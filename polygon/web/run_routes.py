@@ -68,7 +68,7 @@ class RunViews:
     def of(self, name: str, user: str) -> Follower:
         """A run that a user may see."""
         run = self._runs.get(name)
-        if run is None or (run.place.mark is not None and run.place.mark.user != user):
+        if run is None or run.place.user not in (None, user):
             raise HTTPException(404, Message("missing.run"))
         return run
 
@@ -76,7 +76,7 @@ class RunViews:
         """Every run that a user may see, as in the list."""
         rows = []
         for name, place in self._runs.places().items():
-            if place.mark is None or place.mark.user == user:
+            if place.user in (None, user):
                 try:
                     run = self._runs.get(name)
                 except InputError:

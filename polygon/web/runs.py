@@ -35,6 +35,7 @@ from polygon.formats import files
 from polygon.formats.run_log import LogFollower, log_lines, rank_log
 from polygon.formats.serialization import check_text
 from polygon.messages.report import layer_span
+from polygon.web.deploy import OWNER, owner_of
 
 UNUSUAL = re.compile(r"[^A-Za-z0-9_.-]")
 MARK = "run.json"
@@ -86,6 +87,13 @@ class Place:
     plan_path: Path
     kind: Literal["rehearsal", "import", "deployment", "folder"]
     mark: Mark | None = None
+    owner: str | None = None
+    """Of a deployment, whose it is."""
+
+    @property
+    def user(self) -> str | None:
+        """Who may see it; None: everybody."""
+        return self.owner if self.mark is None else self.mark.user
 
 
 @dataclass(kw_only=True, eq=False)
@@ -281,12 +289,14 @@ class Runs:
         roots: list[tuple[Path, Literal["deployment", "folder"]]] = [(self._deployments, "deployment")]
         roots += [(path, "folder") for path in self._more]
         for root, kind in roots:
-            for path in _with_logs(root, DEPTH):
+            for path in _with_logs(root, DEPTH + (kind == "deployment")):
                 plan = next((p / PLAN for p in (path, *path.parents) if (p / PLAN).is_file()), None)
                 parts = path.relative_to(root).parts
-                name = UNUSUAL.sub("-", ".".join(parts if kind == "deployment" else (root.resolve().name, *parts)))
+                owner = owner_of(parts) if kind == "deployment" else None
+                called = parts if kind == "deployment" else (root.resolve().name, *parts)
+                name = UNUSUAL.sub("-", ".".join(called).removeprefix(OWNER))
                 if plan is not None and plan.is_relative_to(root) and len(found) < MOST_RUNS:
-                    found.setdefault(name, Place(path=path, plan_path=plan, kind=kind))
+                    found.setdefault(name, Place(path=path, plan_path=plan, kind=kind, owner=owner))
         return found
 
     def get(self, name: str) -> Follower | None:

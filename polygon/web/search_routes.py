@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import MinLen
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from polygon.api.choices import EffortName, Objective
 from polygon.cost.convergence import rows
@@ -27,7 +28,7 @@ from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
 from polygon.formats import catalogue, convert, files
 from polygon.formats import recognition as formats
 from polygon.formats.hugging_face_export import hugging_face_config
-from polygon.formats.schema import ClusterSpec, ModelSpec, Strict, check
+from polygon.formats.schema import ClusterSpec, ModelSpec, Strict, all_different, check, seen_if_any
 from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.report import seconds, three
 from polygon.web import responses
@@ -50,7 +51,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": words, "model": responses.Refusal}
     for status, words in {
         401: "The token is missing or wrong.",
+        403: "The plan is another user's, or the request another site's.",
         404: "There is no such thing.",
+        409: "The name is taken.",
         413: "The request is too large.",
         421: "The server does not answer to the name in Host.",
         422: "Bad input; `detail` says where, what was found and what is allowed.",
@@ -64,12 +67,17 @@ def as_bytes(kind: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "As it is.", "content": {kind: {"schema": {"type": "string"}}}}}
 
 
+Called = Annotated[str, Field(max_length=120), AfterValidator(seen_if_any)]
+"""What people call a plan; empty: nothing."""
+Tag = Annotated[str, MinLen(1), Field(max_length=40), AfterValidator(seen_if_any)]
+
+
 class SearchRequest(Strict):
     """A search to be started."""
 
     problem: dict[str, Any]
     """As in a problem file; checked by the same validator."""
-    name: Annotated[str, Field(max_length=120)] = ""
+    name: Called = ""
     objective: Objective = "time"
     """What is best, as with the command line's --objective."""
     effort: EffortName = "quick"
@@ -86,8 +94,8 @@ class ClusterRequest(Strict):
 class Labels(Strict):
     """What people call a plan; what is left out stays."""
 
-    name: Annotated[str, Field(max_length=120)] | None = None
-    tags: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=12)] | None = None
+    name: Called | None = None
+    tags: Annotated[list[Tag], Field(max_length=12), AfterValidator(all_different)] | None = None
     archived: bool | None = None
 
 
@@ -245,6 +253,15 @@ def found_job(store: Store, job: str, language: Asked) -> dict[str, Any]:
     return dict(in_language(row.to_dict(), language))
 
 
+def check_owner(store: Store, job: str, user: str) -> None:
+    """Answer 404 for a job that is none, and 403 for another user's: who has its address may look at it only."""
+    row = store.get(job)
+    if row is None:
+        raise HTTPException(404, Message("missing.job"))
+    if user and row.request.get("user", "") != user:
+        raise HTTPException(403, Message("refused.other_user"))
+
+
 def followed(
     request: Request, state_of: Callable[[], Mapping[str, Any]], under_way: Sequence[str], pause_s: float
 ) -> StreamingResponse:
@@ -297,24 +314,24 @@ def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing, *, forget
         return answer(asked_of(row, store.result(job)))
 
     @app.patch("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
-    def label_job(job: JobId, labels: Labels, language: Asked) -> Any:
+    def label_job(job: JobId, labels: Labels, language: Asked, http: Request) -> Any:
         """Give a plan another name, tags, or put it into the archive."""
-        found_job(store, job, language)
+        check_owner(store, job, http.state.user)
         store.label(job, labels.model_dump(exclude_none=True))
         return found_job(store, job, language)
 
     @app.delete("/api/v1/plans/{job}", status_code=204, responses=RESPONSES)
-    def remove_plan(job: JobId, language: Asked) -> None:
+    def remove_plan(job: JobId, http: Request) -> None:
         """Stop a search and forget it with its plan."""
-        found_job(store, job, language)
+        check_owner(store, job, http.state.user)
         jobs.cancel(job)
         store.remove(job)
         forget(job)
 
     @app.delete("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
-    def cancel_job(job: JobId, language: Asked) -> Any:
+    def cancel_job(job: JobId, language: Asked, http: Request) -> Any:
         """Stop a search and keep the best plan so far."""
-        found_job(store, job, language)
+        check_owner(store, job, http.state.user)
         jobs.cancel(job)
         return found_job(store, job, language)
 
@@ -346,6 +363,7 @@ def add_fronts(app: FastAPI, store: Store, jobs: Jobs) -> None:
         job: JobId,
         index: Annotated[int, PathParameter(ge=0, le=10_000)],
         language: Asked,
+        http: Request,
         step_s: Annotated[float | None, Query(ge=0)] = None,
     ) -> Any:
         """Keep a plan of a front as a plan of its own; with its step, as places change while the search goes on."""
@@ -354,6 +372,7 @@ def add_fronts(app: FastAPI, store: Store, jobs: Jobs) -> None:
             raise HTTPException(404, Message("missing.plan"))
         point = points[index]
         request = {key: value for key, value in row.request.items() if key != "front"}
-        request["name"] = numbered_name(request["name"], store.names(request.get("user", "")))
+        user = request["user"] = http.state.user
+        request["name"] = numbered_name(request["name"], store.names(user))
         note = seconds(point["step_s"])
         return found_job(store, store.add(request, "done", format_json(point["plan"]), note=note), language)

@@ -209,7 +209,7 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
     messages = times.messages
     passed = messages.link >= 0
     transfer_s = float(np.bincount(messages.link[passed], weights=messages.hold_s[passed]).max(initial=0.0))
-    reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s + times.norm_s
+    reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s + times.norm_s + weights_s(times)
     gradient_bytes = 0.0
     for stage, n in zip(plan.stages, priced.gradients, strict=True):
         gradient_bytes += 2 * (stage.width - 1) * n * problem.batch.gradient_bytes / plan.local_steps
@@ -220,12 +220,25 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
     ratio = total_s / compute_s if compute_s else math.inf
     case = "balanced" if 0.5 <= ratio <= 2 else "computation" if ratio < 0.5 else "communication"
     return {
+        "dp_within": _sums_within(priced),
         "dp_bytes": gradient_bytes, "pp_bytes": messages.total_bytes, "tp_bytes": _tensor_traffic(priced),
         "cross_region_bytes": result.cross_region_bytes, "dp_s": reduction_s, "pp_s": transfer_s, "total_s": total_s,
         "exposed_s": exposed_s, "hidden": 1 - exposed_s / total_s if total_s > 0 else 1.0, "compute_s": compute_s,
         "ratio": ratio, "case": case, "efficiency": compute_s / result.step_s,
         "communication_share": exposed_s / result.step_s,
     }  # fmt: skip
+
+
+def weights_s(times: StepTimes) -> float:
+    """Seconds of gathering updated weights, hidden part included, and of ZeRO's first layers, which nothing hides."""
+    return float(times.sums[2].max()) + times.first_s
+
+
+def _sums_within(priced: PricedChange) -> bool:
+    """Whether a stage sums its gradients micro-batch by micro-batch, as ZeRO-2 and 3 do: that time is in its
+    computing."""
+    stages = zip(priced.plan.stages, priced.reductions_s, strict=True)
+    return any(stage.width > 1 and stage.zero >= 2 and whole_s == 0 for stage, whole_s in stages)
 
 
 def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> list[dict[str, Message | str]]:
@@ -251,8 +264,9 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
          f"({reduced or 0}) × {batch.gradient_bytes} B / {plan.local_steps} = {size(shown['dp_bytes'])}"),
         ("tp_bytes", Message("formula.tp_bytes"), size(shown["tp_bytes"])),
         ("dp_s", Message("formula.dp_s"), Message(
-            "numbers.dp_s", reduction_s=max(priced.reductions_s, default=0.0), tied_s=times.tied_s,
-            norm_s=times.norm_s, total_s=shown["dp_s"])),
+            "numbers.dp_s_within" if shown["dp_within"] else "numbers.dp_s",
+            reduction_s=max(priced.reductions_s, default=0.0), tied_s=times.tied_s,
+            norm_s=times.norm_s, weights_s=weights_s(times), total_s=shown["dp_s"])),
         ("pp_s", Message("formula.pp_s"), f"{shown['pp_s']:.4g} s"),
         ("hidden", Message("formula.hidden"),
          f"1 - {shown['exposed_s']:.4g} / {shown['total_s']:.4g} = {shown['hidden'] * 100:.1f} %"),
@@ -286,7 +300,8 @@ ADVICE: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 
 def advice(problem: Problem, plan: Plan, changes: Changes, tables: CostTables) -> dict[str, Any]:
-    """For each of the three cases its measures, each with what it does to this very plan."""
+    """For each of the three cases its measures, each with what it does to this very plan; one that makes the global
+    batch so many times as large (`batch_factor`) has a longer step for more tokens."""
     before = price(problem, plan, changes, tables)
     here = traffic(before)
     cases = {
@@ -308,6 +323,7 @@ def _effect(
     after = price(problem, plan, changes.model_copy(update=change), tables)
     return {
         "key": key, "change": change, "step_s": after.estimate.step_s, "hidden": traffic(after)["hidden"],
+        "batch_factor": after.problem.batch.global_batch / before.problem.batch.global_batch,
         "speedup": after.estimate.tokens_per_s / before.estimate.tokens_per_s - 1, "over_memory": _over_memory(after),
     }  # fmt: skip
 

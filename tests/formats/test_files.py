@@ -334,6 +334,70 @@ def test_defaults_of_a_short_cluster_file(tmp_path):
     assert pool.inter_node == cluster.regions[0].intra_region == convert.DEFAULT_INTRA_REGION
 
 
+OWN = """
+name: own
+description: bought second-hand
+source: the seller's list
+devices:
+  mine: {memory_gib: 24, tflops: {fp32: 30, bf16: 120}, memory_bandwidth_gb_per_s: 900, power_w: 300, link: nvlink4}
+  plain: {memory_gib: 24, tflops: {fp32: 30, bf16: 120}, memory_bandwidth_gb_per_s: 900, power_w: 300}
+regions:
+- name: a
+  nodes: [{device: mine, count: 2, devices_per_node: 8}, {device: plain, count: 1, devices_per_node: 2}]
+"""
+
+
+def test_the_link_of_an_own_device_is_given_and_stays(tmp_path):
+    """What its entry says joins its devices is nobody's guess, in the file that is written as well; of a device that
+    says nothing PCIe is assumed. What the file says of itself stays too."""
+    file, written = tmp_path / "own.yaml", tmp_path / "written.yaml"
+    file.write_text(OWN, encoding="utf-8")
+    first = files.read_cluster(file)
+    files.write_cluster(written, first)
+    for cluster in (first, files.read_cluster(written)):
+        mine, plain = cluster.regions[0].node_groups
+        assert mine.intra_node == cluster.catalogue["mine"].link == catalogue.link("nvlink4")
+        assert plain.intra_node == catalogue.link("pcie3-x16") and cluster.catalogue["plain"].link is None
+        assert cluster.defaults == ("a.intra_region", "a.nodes[1].intra_node")
+        assert (cluster.description, cluster.source) == ("bought second-hand", "the seller's list")
+    again = parse_yaml(written.read_text("utf-8"))
+    again["regions"][0]["nodes"][0].pop("intra_node")
+    assert cluster_of(again).regions[0].node_groups[0].intra_node == catalogue.link("nvlink4")
+
+
+def test_the_links_of_catalogue_devices_are_assumed_also_where_a_file_spells_the_devices_out():
+    """A file that was written has them with their numbers; without the node's link it is still the catalogue's."""
+    nodes = [{"device": "h100-sxm", "count": 2, "devices_per_node": 8}]
+    written = convert.cluster_data(cluster_of({"name": "c", "regions": [{"name": "a", "nodes": nodes}]}))
+    assert "link" not in written["devices"]["h100-sxm"]
+    assert cluster_of(written).defaults == ("a.intra_region", "a.nodes[0].intra_node")
+    del written["regions"][0]["nodes"][0]["intra_node"]
+    assert cluster_of(written).regions[0].node_groups[0].intra_node == catalogue.usual_link("h100-sxm")
+
+
+def test_an_edited_value_under_defaults_has_been_given(tmp_path):
+    """`defaults` of a written file names what was assumed; whoever puts another value there has said it."""
+    places = [{"latitude": 47.4, "longitude": 8.5}, {"latitude": 46.5, "longitude": 6.6}]
+    data = {"name": "c", "regions": [
+        {"name": name, **place, "nodes": [{"device": "t4", "count": 2, "devices_per_node": 4}]}
+        for name, place in zip("ab", places, strict=True)]}  # fmt: skip
+    written = convert.cluster_data(cluster_of(data))
+    every = ["a.intra_region", "a.nodes[0].intra_node", "b.intra_region", "b.nodes[0].intra_node", "a - b"]
+    assert written["defaults"] == every and list(cluster_of(written).defaults) == every
+    region, node = written["regions"][0], written["regions"][1]["nodes"][0]
+    region["intra_region"] = {"latency_ms": 0.5, "bandwidth_gbps": 100}
+    node["intra_node"] = {"latency_ms": 0.006, "bandwidth_gbps": 200}
+    written["bandwidth_gbps"][1][0] = 2
+    cluster = cluster_of(written)
+    assert cluster.defaults == ("a.nodes[0].intra_node", "b.intra_region")
+    assert cluster.regions[0].intra_region.bytes_per_s == 100e9 / 8 and cluster.bytes_per_s[1, 0] == 2e9 / 8
+    assert cluster.regions[1].node_groups[0].intra_node.bytes_per_s == 200e9 / 8
+
+
+def cluster_of(data):
+    return convert.cluster_from_spec(check(ClusterSpec, data))
+
+
 def test_directed_link_and_capacity(tmp_path):
     """`from`/`to` gives one direction, `capacity_gbps` what all flows share, and links override matrices."""
     text = """

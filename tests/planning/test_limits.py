@@ -104,6 +104,16 @@ def test_what_limits_together_is_said_in_one_sentence():
     assert say(found.said, "zh").startswith("a 与 b 之间的链路的延迟")
 
 
+def test_planning_anew_never_saves_less_than_keeping_the_plan():
+    """Of a plan that a search would leave behind, too: what it gains by a better link is the least that is said."""
+    cluster = Cluster.from_dict({"regions": REGIONS[1:2]})
+    problem = Problem(cluster, "llama2-7b", Batch(global_batch=512, seq_len=2048))
+    plan = uniform_plan(problem.data, ParallelConfig(dp=2, tp=8, zero=1, micro_batch_size=1, recompute="full"))
+    for limit in limits(problem.data, plan, problem.tables).limits:
+        again = replanned(problem.data, plan, problem.tables, limit)
+        assert again["would_save"] >= again["same_plan"] >= -1e-12
+
+
 def test_a_network_that_a_plan_avoids_is_named_where_nobody_gave_it():
     """The best plan for ten assumed Gbit/s keeps off them; another, for more, saves more than what limits this one."""
     cluster = Cluster.from_dict({"regions": REGIONS, "links": LINKS})

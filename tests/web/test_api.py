@@ -20,11 +20,11 @@ from benchmarks.web_load import cpu_s, rest
 from polygon import Problem
 from polygon.commands.cli import run
 from polygon.commands.serve import main
-from polygon.formats import catalogue
+from polygon.formats import catalogue, convert
 from polygon.formats.convert import cluster_data, cluster_from_spec, model_data, problem_data
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.schema import ClusterSpec, check
-from polygon.formats.serialization import format_json, parse_json, parse_yaml
+from polygon.formats.serialization import format_json, format_yaml, parse_json, parse_yaml
 from polygon.web import ahead
 from polygon.web.app import Settings, create_app
 from polygon.web.guard import Guard
@@ -305,6 +305,22 @@ def test_uploads_are_read_like_files(server):
     assert server.request("POST", "/api/v1/read", {"kind": "cluster", "text": "regions: ["})[0] == 422
 
 
+def test_what_a_cluster_file_says_stays_in_the_page(server):
+    """The link of an own device, what the file says of itself, and a value that was edited below `defaults`."""
+    device = {"memory_gib": 24, "tflops": {"fp32": 30}, "memory_bandwidth_gb_per_s": 900, "power_w": 300}
+    cluster = {"name": "own", "description": "mine", "source": "the box", "defaults": ["a.intra_region"],
+               "devices": {"mine": device | {"link": "nvlink4"}},
+               "regions": [{"name": "a", "intra_region": {"latency_ms": 0.5, "bandwidth_gbps": 100},
+                            "nodes": [{"device": "mine", "count": 2, "devices_per_node": 8}]}]}  # fmt: skip
+    said = server.request("POST", "/api/v1/read", {"kind": "cluster", "text": format_yaml(cluster)})[2]
+    link = convert._link_data(catalogue.link("nvlink4"))
+    assert said["devices"]["mine"]["link"] == link and "intra_node" not in said["regions"][0]["nodes"][0]
+    assert said["description"] == "mine" and said["source"] == "the box"
+    assert said["regions"][0]["intra_region"]["bandwidth_gbps"] == 100 and "defaults" not in said
+    full = server.request("POST", "/api/v1/clusters", {"cluster": said})[2]["full"]
+    assert full["regions"][0]["nodes"][0]["intra_node"] == link and "defaults" not in full
+
+
 def test_a_model_is_written_as_it_is_read(server):
     """By name or spelt out, a language model becomes a `config.json` that says the same; another is refused."""
     for model in ("llama2-7b", server.request("POST", "/api/v1/read", {"kind": "model", "text": json.dumps(
@@ -536,6 +552,33 @@ def test_a_plan_knows_what_it_was_asked_for_and_what_it_is_called(server):
     finished(server, job)
     assert server.request("DELETE", f"/api/v1/plans/{job}")[0] == 204
     assert server.request("GET", f"/api/v1/jobs/{job}")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [({"name": "\0"}, r"name: found '\x00', expected a name on one line, without control characters"),
+     ({"name": " \u200b"}, r"name: found ' \u200b', expected a name that can be seen"),
+     ({"tags": [""]}, "tags[0]: found '', expected a text that is not empty"),
+     ({"tags": ["a", "b", "a"]}, "tags: found 'a', expected each of them once"),
+     ({"tags": [str(i) for i in range(1000)]}, "tags: found 1000 entries, expected at most 12"),
+     ({"tags": ["x" * 41]}, "tags[0]: found 41 characters, expected at most 40")],
+)  # fmt: skip
+def test_names_that_nobody_sees_are_refused(server, plan_id, labels, said):
+    """In one line that says what is allowed; a plan without a name is called by its number, as before."""
+    status, _, answer = server.request("PATCH", f"/api/v1/jobs/{plan_id}", labels)
+    assert (status, answer["detail"]) == (422, said)
+    before = server.request("GET", f"/api/v1/jobs/{plan_id}")[2]["name"]
+    assert server.request("PATCH", f"/api/v1/jobs/{plan_id}", {"name": ""})[0] == 200
+    assert server.request("PATCH", f"/api/v1/jobs/{plan_id}", {"name": before})[2]["name"] == before
+
+
+@pytest.mark.parametrize("changes", [{}, {"bandwidth_factor": 1.0}, {"streams": None}])
+def test_a_variant_without_a_change_is_refused(server, plan_id, changes):
+    """It would be a second row for the same plan, without a name."""
+    before = len(server.request("GET", "/api/v1/jobs")[2])
+    status, _, answer = server.request("POST", f"/api/v1/plans/{plan_id}/variants", {"changes": changes})
+    assert status == 422 and answer["detail"] == "changes: found none, expected what differs from the plan"
+    assert len(server.request("GET", "/api/v1/jobs")[2]) == before
 
 
 def test_sizes_are_limited(server):

@@ -9,6 +9,7 @@ pytest.importorskip("fastapi", reason="the web application's libraries are not i
 
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message, say
+from polygon.messages.report import valued
 from polygon.planning import search_engine
 from polygon.web.jobs import JobProgress, Jobs, problem_of
 from polygon.web.language import in_language
@@ -91,6 +92,37 @@ def test_a_search_that_is_stopped_does_not_say_that_nothing_fits(store, monkeypa
     finally:
         jobs.close()
     assert (row.state, row.error) == ("cancelled", "")
+
+
+def test_a_search_for_little_money_tells_money(store, monkeypatch):
+    """The best so far is told as what is asked for."""
+    told = []
+
+    class Telling(JobProgress):
+        def tell(self, note, part):
+            told.append(note)
+            super().tell(note, part)
+
+    monkeypatch.setattr("polygon.web.jobs.JobProgress", Telling)
+    jobs = Jobs(store)
+    try:
+        small = TOO_LARGE | {"model": "opt-350m"}
+        assert ended(store, jobs.start({"problem": small, "objective": "money"})).state == "done"
+    finally:
+        jobs.close()
+    best = [note["best"] for note in told if note]
+    assert all(it == "—" or it.kind == "value.money" for it in best) and float(best[-1]["usd"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "said"),
+    [("time", 2.5, "2.50 s"), ("energy", 3.6e7, Message("value.energy", kwh="10")),
+     ("tokens-per-usd", -123456.0, Message("value.tokens", tokens="123,456")),
+     ("money", 2e15, Message("value.over")), ("time", float("inf"), "—")],
+)  # fmt: skip
+def test_what_a_search_has_found_has_a_unit(objective, value, said):
+    """Of every objective; what exceeds a limit is only said to."""
+    assert valued(objective, value) == said
 
 
 def test_bad_input_carries_its_parts(store):

@@ -22,6 +22,7 @@ from polygon.formats import catalogue
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.files import read_cluster, write_plan
 from polygon.formats.serialization import format_json
+from polygon.messages.report import three
 from polygon.planning.decode import Allocation, Decoder
 from tests.exported_plans import planned, wide
 from tests.free_ports import free_port
@@ -556,6 +557,30 @@ def test_what_network_cards_do_is_asked_of_own_links(fresh):
     expect(fresh.locator("#yaml")).to_have_value(re.compile("bandwidth_gbps: 400"))
 
 
+def test_the_link_of_an_own_device_stays_in_the_file(fresh):
+    """What is written below `devices` joins its nodes' devices, is marked as given, and is asked."""
+    fresh.locator("#tab-cluster").click()
+    file = fresh.locator("#yaml")
+    expect(file).to_have_value(re.compile("regions:"))
+    device = (
+        "{memory_gib: 80, tflops: {fp32: 30, bf16: 300}, memory_bandwidth_gb_per_s: 900, power_w: 300, link: nvlink4}"
+    )
+    nodes = "[{device: mine, count: 2, devices_per_node: 8}]"
+    file.fill(f"name: own\ndescription: bought\ndevices:\n  mine: {device}\nregions:\n- {{name: a, nodes: {nodes}}}\n")
+    file.press("Tab")
+    link = catalogue.link("nvlink4")
+    expect(file).to_have_value(re.compile(r"link: \{latency_ms: [\d.]+, bandwidth_gbps: 3600\}"))
+    expect(file).to_have_value(re.compile("description: bought"))
+    assert link.bytes_per_s == 3600e9 / 8
+    fresh.locator("summary", has_text="Links of these nodes").click()
+    expect(fresh.locator(".link-fields", has_text="Inside a node").locator(".mark")).to_have_text("given")
+    with fresh.expect_request(re.compile("/jobs$")) as asked:
+        fresh.locator("#calculate").click()
+    asked_cluster = asked.value.post_data_json["problem"]["cluster"]
+    assert asked_cluster["devices"]["mine"]["link"]["bandwidth_gbps"] == 3600
+    fresh.locator("#cancel, [data-card=step]").first.wait_for()
+
+
 def test_what_is_typed_into_the_file_is_asked_or_said_to_be_wrong(fresh):
     """Half-typed it is kept over a look at another pane and a reload, and no search goes without it; a search at once
     after the last letter has it."""
@@ -911,6 +936,15 @@ def test_a_search_waits_for_the_cluster_that_was_chosen(fresh):
     expect(fresh.locator("#fold-cluster small")).to_have_text("8 devices in 2 regions")
 
 
+def test_the_question_is_of_what_is_best(fresh):
+    """While there is no plan the page asks for the one of the chosen objective."""
+    asked = fresh.locator("h1.sentence")
+    expect(asked).to_contain_text("trains this model fastest")
+    fresh.locator("#fold-goal").click()
+    fresh.locator("[data-path=objective]").select_option("money")
+    expect(asked).to_contain_text("for least money")
+
+
 def test_constraints_and_objective_reach_the_planner(fresh, server):
     """What the rail says is what is asked; a fault is told; the plan remembers it for another browser."""
     choose(fresh, "gpt3-1.3b")
@@ -996,6 +1030,42 @@ def test_who_types_what_is_wrong_goes_on_in_that_field(fresh):
     expect(fresh.locator("#cluster-error")).to_have_count(0)
     expect(field).to_have_value("16")
     expect(field).to_be_focused()
+
+
+def test_a_number_that_is_none_is_told_where_it_is_typed(fresh):
+    """Before anything is asked of the server: what is allowed stands at the field, which is marked, until it is right,
+    and what the server says of another field takes the mark from none."""
+    for part in ("model", "goal"):
+        fresh.locator(f"#fold-{part}").click()
+    fresh.locator("summary", has_text="Constraints").click()
+    for path, wrong, right, allowed in (
+        ("constraints.memory_headroom", "1", "", "a number ≥ 0, < 1"),
+        ("constraints.most_usd_per_step", "0", "0.5", "a number > 0"),
+        ("constraints.egress_bytes_per_step.*", "-5", "", "a number ≥ 0"),
+        ("seed", "1.5", "0", "a whole number ≥ 0, ≤ 2,147,483,648"),
+        ("batch.seq_len", "", "512", "a whole number ≥ 1"),
+        ("batch.global_batch", "0", "64", "a whole number ≥ 1, ≤ 10,000,000"),
+        ("batch.global_batch", "abc", "64", "a whole number ≥ 1, ≤ 10,000,000"),
+    ):
+        field = fresh.locator(f"[data-path='{path}']")
+        field.fill(wrong)
+        expect(field).to_have_attribute("aria-invalid", "true")
+        expect(field).to_have_accessible_description(
+            re.compile(f"^expected {re.escape(allowed)}$".replace("\\ ", r"\s"))
+        )
+        expect(fresh.locator("#trouble")).to_have_count(0)
+        field.fill(right)
+        expect(fresh.locator("[aria-invalid=true]")).to_have_count(0)
+    both = [fresh.locator(f"[data-path='batch.{key}']") for key in ("seq_len", "global_batch")]
+    for field in both:
+        field.fill("0")
+    fresh.locator("#calculate").click()
+    expect(fresh.locator("#trouble")).to_contain_text("batch.")
+    for field in both:
+        expect(field).to_have_attribute("aria-invalid", "true")
+    both[1].fill("64")
+    expect(both[0]).to_have_attribute("aria-invalid", "true")
+    expect(both[1]).not_to_have_attribute("aria-invalid", "true")
 
 
 def test_a_fault_goes_with_the_value_that_had_it(fresh):
@@ -1903,6 +1973,12 @@ def test_strategy_and_communication_show_what_they_compute(page, server, wide_pl
     before = card(page, "step")
     # The case that applies is open; the advice with a button may be another's.
     page.locator("#advice details").evaluate_all("all => all.forEach((part) => { part.open = true; })")
+    measured = server.request("POST", f"/api/v1/plans/{wide_plan}/advice", {})[2]["cases"]["communication"]
+    [more] = [m for m in measured if m["key"] == "accumulate"]
+    row = page.locator("#advice details").nth(2).locator("tr", has_text="Accumulate")
+    batch = view["batch"]["global_batch"]
+    expect(row).to_contain_text(f"becomes 4 times as large: {4 * batch} sequences in {three(more['step_s'])} s")
+    expect(row.locator("td").nth(1)).to_have_text(f"{three(more['step_s'] / 4)} s")
     page.locator("#advice button").first.click()
     page.locator("[data-card=step] small", has_text=f"planned {before}").wait_for()
     page.locator("#reset").click()
@@ -2042,6 +2118,13 @@ def test_deploy_shows_files_and_writes_them(page, server, plan_id):
     page.locator("#file-text", has_text="train_batch_size").wait_for()
     page.locator("#deploy").click()
     page.locator("#deploy-result .good").wait_for()
+    assert (server.folder / "deployments" / "gpt3-1-3b-deepspeed" / "ds_config.json").is_file()
+    page.locator("#deploy").click()
+    expect(page.locator("#deploy-error")).to_contain_text("called gpt3-1-3b-deepspeed already")
+    (server.folder / "deployments" / "gpt3-1-3b-deepspeed" / "ds_config.json").unlink()
+    page.locator("#deploy-replace").click()
+    page.locator("#deploy-result .good").wait_for()
+    expect(page.locator("#deploy-replace, #deploy-error")).to_have_count(0)
     assert (server.folder / "deployments" / "gpt3-1-3b-deepspeed" / "ds_config.json").is_file()
     with page.expect_download() as saved:
         page.locator("#deployments button").first.click()

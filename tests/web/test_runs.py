@@ -201,6 +201,49 @@ def test_users_see_their_own_runs(tmp_path):
         server.stop()
 
 
+def test_users_have_their_own_deployments_and_plans(tmp_path):
+    """Of one name each has their own; what is there is replaced by who says so only. Who has a plan's address looks at
+    it and nothing else; what ranks of a deployment have written is told to its owner."""
+    server = Server(tmp_path, "--token", "ann=a", "--token", "b/../ob=b")
+    ann, bob = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
+    try:
+        plan = server.request("POST", "/api/v1/plans", plan_data(*planned()), ann)[2]["id"]
+        asked = {"name": "mine", "target": "torchrun"}
+        deploy = f"/api/v1/plans/{plan}/deploy"
+        assert server.request("POST", deploy, asked, ann)[2]["folder"] == "@ann/mine"
+        file = tmp_path / "deployments" / "@ann" / "mine" / "hosts.txt"
+        file.write_text("own")
+        assert server.request("GET", "/api/v1/deployments", None, bob)[2] == []
+        for path in ("mine", "mine/plan.json", "@ann/mine", "..%2F@ann%2Fmine"):
+            assert server.request("GET", f"/api/v1/deployments/{path}", None, bob)[0] in (404, 422)
+        status, _, answer = server.request("POST", deploy, asked, ann)
+        assert status == 409 and "called mine already" in answer["detail"] and file.read_text() == "own"
+        assert server.request("POST", deploy, asked, bob)[2]["folder"] == "@b%2F..%2Fob/mine"
+        [theirs] = server.request("GET", "/api/v1/deployments", None, bob)[2]
+        assert theirs["folder"] == "@b%2F..%2Fob/mine" and file.read_text() == "own"
+        assert server.request("POST", deploy, asked | {"replace": True}, ann)[0] == 201 and file.read_text() != "own"
+        logs = tmp_path / "deployments" / "@ann" / "mine" / "logs"
+        logs.mkdir()
+        (logs / "rank-0.jsonl").write_text(run_lines(3))
+        runs = [server.request("GET", "/api/v1/runs", None, user)[2]["runs"] for user in (ann, bob)]
+        assert [[row["name"] for row in rows] for rows in runs] == [["ann.mine.logs"], []]
+        assert server.request("GET", "/api/v1/runs/ann.mine.logs", None, bob)[0] == 404
+
+        for method, path, data in (
+            ("PATCH", "jobs", {"name": "bob's"}),
+            ("DELETE", "jobs", None),
+            ("DELETE", "plans", None),
+        ):
+            status, _, answer = server.request(method, f"/api/v1/{path}/{plan}", data, bob)
+            assert status == 403 and "another user's" in answer["detail"]
+        assert server.request("GET", f"/api/v1/plans/{plan}", None, bob)[0] == 200
+        kept = server.request("POST", f"/api/v1/plans/{plan}/variants", {"changes": {"streams": 2}}, bob)[2]["id"]
+        assert server.request("PATCH", f"/api/v1/jobs/{kept}", {"name": "bob's"}, bob)[2]["name"] == "bob's"
+        assert server.request("DELETE", f"/api/v1/plans/{plan}", None, ann)[0] == 204
+    finally:
+        server.stop()
+
+
 def test_a_lower_ranks_log_that_comes_later_is_followed_instead(tmp_path):
     """Ranks begin at about the same time: steps are the lowest one's, whoever has written first."""
     folder = tmp_path / "lab"

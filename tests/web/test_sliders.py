@@ -7,10 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from polygon import Cluster
 from polygon.cost.estimate import estimate
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
+from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.web.sliders import Changes, flat_s, price
 from polygon.web.timeline import KINDS, timeline
 from polygon.web.views import advice, front, sensitivities, traffic, view
@@ -55,6 +57,26 @@ def test_formulas_have_no_time_that_rounding_has_left(case):
     priced = replace(priced, estimate=replace(priced.estimate, terms=terms, tokens_per_s=165358.4))
     said = {row["key"]: str(row["numbers"]) for row in view(priced, bound=False)["formulas"]}
     assert " pipeline 0 + " in said["step"] and said["tokens"].endswith(" = 165,358/s")
+
+
+def test_the_reduction_of_the_step_is_explained_by_its_parts():
+    """Where ZeRO-3 sums micro-batch by micro-batch, that time is in the computing and is said to be: what is left of
+    the step's reduction are the weights of the first layers."""
+    problem, _ = wide()
+    nodes = [{"device": "a100-40gb", "count": 2, "devices_per_node": 4}]
+    cluster = Cluster.from_dict({"regions": [{"name": "a", "nodes": nodes}]}).data
+    problem = replace(problem, cluster=cluster, batch=replace(problem.batch, global_batch=64))
+    plan = uniform_plan(problem, ParallelConfig(dp=4, pp=2, zero=3, micro_batch_size=1, recompute="full"))
+    priced = price(problem, plan, Changes())
+    shown = traffic(priced)
+    assert shown["dp_bytes"] > 0 and shown["dp_within"]
+    assert priced.times.first_s > 0
+    assert shown["dp_s"] == pytest.approx(priced.estimate.terms["reduction"])
+    said = {row["key"]: str(row["numbers"]) for row in view(priced, bound=False)["formulas"]}
+    assert said["dp_s"].startswith("sums micro-batch by micro-batch within compute")
+    plan = uniform_plan(problem, ParallelConfig(dp=4, pp=2, zero=1, micro_batch_size=1, recompute="full"))
+    priced = price(problem, plan, Changes())
+    assert not traffic(priced)["dp_within"] and max(priced.reductions_s) > 0
 
 
 def test_exposed_communication_is_what_the_terms_of_the_step_say():
@@ -204,6 +226,10 @@ def test_advice_is_computed_for_all_three_cases(case):
     for measures in found["cases"].values():
         for measure in measures[:2]:
             assert measure["step_s"] == changed(case, **measure["change"]).estimate.step_s
+        for measure in measures:  # of a larger batch the step says nothing: what counts is that of as many tokens
+            assert measure["batch_factor"] == measure["change"].get("accumulation", 1)
+            step_s = changed(case).estimate.step_s / (1 + measure["speedup"])
+            assert measure["step_s"] / measure["batch_factor"] == pytest.approx(step_s)
 
 
 def test_sensitivities_are_sorted_and_real(case):

@@ -22,7 +22,7 @@ export function Communication(): JSX.Element {
     <>
       <Section title={t("volumes")} note={isApart(v) ? t("commNote", { all: seconds(f.total_s), hidden: percent(f.hidden), ratio: digits(f.ratio) }) : t("commWithin", { all: seconds(f.total_s) })}>
         <div class="half-half"><div id="comm-volumes"><Table label={t("volumes")} head={[t("dimension"), t("volume"), t("time")]} numeric={[1, 2]} rows={[
-          dimension("ppTraffic", bytes(f.pp_bytes), bytes(g.pp_bytes), seconds(f.pp_s)), dimension("dpTraffic", bytes(f.dp_bytes), bytes(g.dp_bytes), f.dp_bytes > 0 && f.dp_s === 0 ? t("withinCompute") : seconds(f.dp_s)),
+          dimension("ppTraffic", bytes(f.pp_bytes), bytes(g.pp_bytes), seconds(f.pp_s)), dimension("dpTraffic", bytes(f.dp_bytes), bytes(g.dp_bytes), summed(f)),
           dimension("tpTraffic", bytes(f.tp_bytes), bytes(g.tp_bytes), f.tp_bytes > 0 ? t("withinCompute") : seconds(0)),
           dimension("across", bytes(f.cross_region_bytes), bytes(g.cross_region_bytes), "")]} /></div><Heat v={v} /></div>
       </Section>
@@ -36,6 +36,8 @@ export function Communication(): JSX.Element {
   );
 }
 
+/** The time of sums: of those that lie within the computing, what is beside it. */
+const summed = (f: Data): string => (!f.dp_within ? seconds(f.dp_s) : f.dp_s > 0 ? t("withinComputeAnd", { time: seconds(f.dp_s) }) : t("withinCompute"));
 const sent = (moved: number, modes: string[]): string => `${bytes(moved)}${moved && modes[0] !== "none" ? ` (${modes.join(", ")})` : ""}`;
 
 const MOST_LABELS = 16;
@@ -73,7 +75,8 @@ function Advice({ data }: { data: Data }): JSX.Element {
       {["balanced", "computation", "communication"].map((kind) => (
         <details key={kind} open={kind === data.case} class="more"><summary>{t(`case_${kind}` as Key)} <small class="soft">· {t("nMeasures", { n: useful(kind).length })}</small></summary>
           {useful(kind).length === 0 ? <Empty>{t("noMeasure")}</Empty> : <Table label={t(`case_${kind}` as Key)} head={[t("measure"), t("effect"), t("step"), t("hiddenAfter"), ""]} numeric={[1, 2, 3]} rows={useful(kind).map((m) => [
-            maybe(`m_${m.key}`), signed(m.speedup, percent), seconds(m.step_s), percent(m.hidden),
+            <>{maybe(`m_${m.key}`)}{m.batch_factor !== 1 && <small class="soft">{t("batchTimes", { n: digits(m.batch_factor), batch: m.batch_factor * shown.value.batch.global_batch, step: seconds(m.step_s) })}</small>}</>, signed(m.speedup, percent),
+            seconds(m.step_s / m.batch_factor), percent(m.hidden),
             m.over_memory > 0 ? <span class="error">{t("overMemory", { n: ofMemory(m.over_memory) })}</span> : <button type="button" class="small" aria-label={`${t("apply")}: ${maybe(`m_${m.key}`)}`} onClick={() => { setChanges({ ...changes.value, ...m.change }); if (innerWidth > 900) tab.value = "whatif"; }}>{t("apply")}</button>])} />}
         </details>))}
     </>

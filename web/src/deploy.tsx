@@ -64,11 +64,18 @@ function Write({ target }: { target: string }): JSX.Element {
   const [result, setResult] = useState<Data>(null);
   const [error, setError] = useState("");
   const written = useAnswer((stop) => get("/deployments", stop), result);
-  const write = (): void => {
+  const [taken, setTaken] = useState("");
+  const write = (replace: boolean): void => {
     setError("");
+    setTaken("");
+    setResult(null);
     unmark();
-    void once("deploy", () => post(`/plans/${planId.value}/deploy`, { name, target, hosts })
-      .then((made) => setResult({ ...made, made_up: !hosts.trim() })).catch(refused("deploy-error", setError, "deploy-")));
+    void once("deploy", () => post(`/plans/${planId.value}/deploy`, { name, target, hosts, replace })
+      .then((made) => setResult({ ...made, made_up: !hosts.trim() }))
+      .catch((error: Error & { status?: number }) => {
+        refused("deploy-error", setError, "deploy-")(error);
+        if (error.status === 409) setTaken(name);
+      }));
   };
   const right = result?.checks.every((c: Data) => c.passed);
   const places: Data[] = shown.value.hosts;
@@ -80,16 +87,17 @@ function Write({ target }: { target: string }): JSX.Element {
         <Field label={t("deployName")} path="deploy-name" value={name} mode="text" set={setName} />
         <label class="field"><span>{t("hosts")}</span><textarea id="deploy-hosts" data-path="deploy-hosts" rows={4} value={hosts} onInput={(e) => setHosts(e.currentTarget.value)} /></label>
         <p class="soft" id="hosts-wanted">{t("hostsOf", { n: wanted, places: places.map((p) => `${p.nodes} × ${p.device} · ${p.region}`).join(", ") })}{lines > 0 && <b> {lines} / {wanted}</b>}</p>
-        <button class="main" id="deploy" type="button" aria-disabled={isUnderWay("deploy")} onClick={write}>{t("deployButton")}</button>
+        <button class="main" id="deploy" type="button" aria-disabled={isUnderWay("deploy")} onClick={() => write(false)}>{t("deployButton")}</button>
         {error && <p class="error" role="alert" id="deploy-error">{error}</p>}
+        {taken && taken === name && <button id="deploy-replace" type="button" aria-disabled={isUnderWay("deploy")} onClick={() => write(true)}>{t("deployReplace")}</button>}
         {result && <div id="deploy-result">
-          <p>{t("start")}: <code>cd deployments/{result.name} &amp;&amp; {result.start}</code></p>
+          <p>{t("start")}: <code>cd deployments/{result.folder} &amp;&amp; {result.start}</code></p>
           {result.made_up && <p class="error">{t("madeUpHosts")}</p>}
-          <p role="status" class={right ? "good" : "error"}>deployments/{result.name}/ · {t("files")}: {result.files.length} · {t("checks")}: {t(right ? "passed" : "wrong")}</p>
+          <p role="status" class={right ? "good" : "error"}>deployments/{result.folder}/ · {t("files")}: {result.files.length} · {t("checks")}: {t(right ? "passed" : "wrong")}</p>
           <Table label={t("checks")} head={[t("checks"), ""]} rows={result.checks.slice(0, 40).map((c: Data) => [c.what, c.passed ? t("passed") : `${t("wrong")}: ${c.found}`])} />
         </div>}
       </Section>
-      <Section title={t("deployments")}><Answer of={written}>{(rows) => rows.length === 0 ? <Empty>{t("noneYet")}</Empty> : <ul class="plain" id="deployments">{rows.map((r: Data) => <li key={r.name}>deployments/{r.name}/ <small class="soft">{r.files.length}</small> <button type="button" class="small" aria-label={`${t("archiveOf")}: ${r.name}`} onClick={() => void archive(r.name)}>{t("archiveOf")}</button></li>)}</ul>}</Answer></Section>
+      <Section title={t("deployments")}><Answer of={written}>{(rows) => rows.length === 0 ? <Empty>{t("noneYet")}</Empty> : <ul class="plain" id="deployments">{rows.map((r: Data) => <li key={r.name}>deployments/{r.folder}/ <small class="soft">{r.files.length}</small> <button type="button" class="small" aria-label={`${t("archiveOf")}: ${r.name}`} onClick={() => void archive(r.name)}>{t("archiveOf")}</button></li>)}</ul>}</Answer></Section>
     </div>
   );
 }

@@ -79,7 +79,7 @@ function Savings({ l, index }: { l: Data; index: number }): JSX.Element {
   const kept = l.suggested !== null ? { value: amount(l, l.suggested), part: l.would_save } : again && again.same_plan > l.saves ? { value: amount(again, again.value), part: again.same_plan } : null;
   // Where another plan saves no more, both are one line.
   const isSame = kept && again && kept.value === amount(again, again.value) && percent(kept.part) === percent(least);
-  const ofLink = link && link.anew > WORTH && rate !== again?.value ? <Saving value={gbps(rate)} part={link.anew} plan="withAnotherPlan" /> : null;
+  const ofLink = link && link.anew > Math.max(WORTH, link.faster) && rate !== again?.value ? <Saving value={gbps(rate)} part={link.anew} plan="withAnotherPlan" /> : null;
   const isLater = ofLink && again && rate > again.value;
   return (
     <dl class="savings">

@@ -211,7 +211,7 @@ function RegionForm({ r, full }: { r: number; full?: Data }): JSX.Element {
 }
 
 // A link: the name of a usual one, or latency and bandwidth; nothing given shows what is assumed.
-function LinkFields({ title, path, name, link, full, network, set }: { title: string; path: string; name: string; link: Data; full?: Data; network?: boolean; set: (link: Data) => void }): JSX.Element {
+function LinkFields({ title, path, name, link, full, network, ofDevice = false, set }: { title: string; path: string; name: string; link: Data; full?: Data; network?: boolean; ofDevice?: boolean; set: (link: Data) => void }): JSX.Element {
   const named = typeof link === "string" ? link : link?.link ?? "";
   const value = typeof link === "object" && !named ? link : {};
   const latency = value.latency_ms ?? (typeof value.latency_us === "number" ? value.latency_us / 1e3 : value.latency_us);
@@ -221,7 +221,7 @@ function LinkFields({ title, path, name, link, full, network, set }: { title: st
     set(text.trim() === "" ? undefined : next);
   };
   return (
-    <fieldset class="link-fields"><legend>{title} <Mark given={link !== undefined} name={name} /></legend>
+    <fieldset class="link-fields"><legend>{title} <Mark given={link !== undefined || ofDevice} name={name} /></legend>
       <Choice label={t("usualLink")} path={path} value={named} options={[["", link === undefined ? t("chooseLink") : t("ownNumbers")], ...(catalogue.value?.links ?? []).map((n: string): [string, string] => [n, n])]} set={(v) => set(v || undefined)} />
       <Field label={t("latencyOneWay")} path={`${path}.latency_ms`} value={latency} unit="ms" placeholder={full ? digits(full.latency_ms) : ""} set={(v) => change("latency_ms", v)} />
       <Field label={t("rate")} path={`${path}.bandwidth_gbps`} value={value.bandwidth_gbps} unit="Gbit/s" placeholder={full ? digits(full.bandwidth_gbps) : ""} set={(v) => change("bandwidth_gbps", v)} />
@@ -250,7 +250,7 @@ function Nodes({ r, i, full }: { r: number; i: number; full?: Data }): JSX.Eleme
         <Field label={t("price")} path={`${at}.price_usd_per_hour`} value={node.price_usd_per_hour} unit="$/h" placeholder={price === undefined ? "" : digits(price)} mark={<Mark given={node.price_usd_per_hour !== undefined} />} set={(v) => set("price_usd_per_hour", v.trim() === "" ? "" : number(v))} />
       </div>
       <details class="more"><summary>{t("nodeLinks")} <small class="soft">{links.join(" · ")}</small></summary>
-        <LinkFields title={t("insideNode")} path={`${at}.intra_node`} name={`${regionId(r)}.nodes[${i}].intra_node`} link={node.intra_node} full={full?.intra_node} set={(v) => set("intra_node", v)} />
+        <LinkFields title={t("insideNode")} ofDevice={draft.value.cluster.devices?.[node.device]?.link !== undefined} path={`${at}.intra_node`} name={`${regionId(r)}.nodes[${i}].intra_node`} link={node.intra_node} full={full?.intra_node} set={(v) => set("intra_node", v)} />
         <LinkFields network title={t("betweenNodes")} path={`${at}.inter_node`} name={`${regionId(r)}.nodes[${i}].inter_node`} link={node.inter_node} full={full?.inter_node} set={(v) => set("inter_node", v)} />
         {region.nodes.length > 1 && <button type="button" class="small danger" onClick={() => edit((d) => dropNodes(d, r, i))}>{t("remove")}</button>}
       </details>

@@ -39,6 +39,11 @@ export function unmark(of = ""): void {
   if (wrong.startsWith(of)) wrong = "";
   const right = marked.filter((element) => element.dataset.path!.startsWith(of));
   for (const element of right) {
+    const own = element.dataset.fault; // what its field says itself of the value
+    if (own) {
+      element.setAttribute("aria-describedby", own);
+      continue;
+    }
     element.removeAttribute("aria-invalid");
     element.removeAttribute("aria-describedby");
   }

@@ -78,6 +78,7 @@ function ClusterSummary(): JSX.Element {
   );
 }
 
+const MOST_SEQUENCES = 10_000_000; // as polygon/domain/model.py
 function ModelSummary(): JSX.Element {
   const d = draft.value;
   const models: Data[] = catalogue.value?.models ?? [];
@@ -93,8 +94,8 @@ function ModelSummary(): JSX.Element {
       <Choice label={t("model")} path="model" value={name} options={[...own, ...models.map((m): [string, string] => [m.name, `${m.name} · ${digits(m.parameters / 1e9)} B`])]} set={choose} />
       <Upload label={t("uploadModel")} id="upload-model" take={(text, file) => void attempt(() => onceHere("model", readOf("model", text, file), (model) => edit((it) => { it.model = model; })))} />
       <button type="button" id="export-model" onClick={() => void attempt(async () => download("config.json", JSON.stringify(await post("/config", { model: d.model }), null, 2), "application/json"))}>{t("exportModel")}</button>
-      <div class="two"><Field label={t("globalBatch")} path="batch.global_batch" value={d.batch.global_batch} mode="numeric" set={(v) => setBatch("global_batch", v)} />
-        <Field label={t("seqLen")} path="batch.seq_len" value={d.batch.seq_len} mode="numeric" set={(v) => setBatch("seq_len", v)} /></div>
+      <div class="two"><Field label={t("globalBatch")} path="batch.global_batch" value={d.batch.global_batch} mode="numeric" allowed={{ whole: true, least: 1, most: MOST_SEQUENCES }} set={(v) => setBatch("global_batch", v)} />
+        <Field label={t("seqLen")} path="batch.seq_len" value={d.batch.seq_len} mode="numeric" allowed={{ whole: true, least: 1 }} set={(v) => setBatch("seq_len", v)} /></div>
       <div class="two"><Choice label={t("precision")} path="batch.precision" value={d.batch.precision ?? "bf16"} options={["bf16", "fp16", "fp32", "tf32", "fp8"].map((p): [string, string] => [p, p])} set={(v) => edit((it) => { it.batch.precision = v; })} />
         <Choice label={t("optimizer")} path="batch.optimizer" value={d.batch.optimizer ?? "adamw"} options={(catalogue.value?.optimizers ?? []).map((o: Data): [string, string] => [o.name, o.label])} set={(v) => edit((it) => { it.batch.optimizer = v; })} /></div>
       <Choice label={t("runtime")} path="runtime" value={d.runtime.name ?? d.runtime} options={(catalogue.value?.runtimes ?? []).map((r: Data): [string, string] => [r.name, programName(r)])} set={(v) => edit((it) => { it.runtime = v; })} />
@@ -177,7 +178,7 @@ function PlanRow({ j }: { j: Data }): JSX.Element {
   const submit = (e: Event): void => {
     e.preventDefault();
     const { tags } = naming!;
-    void label(j.id, { name: naming!.name, tags: tags.split(",").map((x) => x.trim()).filter(Boolean) }, () => { if (typed.current === naming) setNaming(null); });
+    void label(j.id, { name: naming!.name, tags: [...new Set(tags.split(",").map((x) => x.trim()).filter(Boolean))] }, () => { if (typed.current === naming) setNaming(null); });
   };
   if (naming)
     return (

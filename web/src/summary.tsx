@@ -3,6 +3,7 @@
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { post, type Data } from "./api";
+import { draft } from "./draft";
 import { digits, gbps, ms, ofMemory, percent, seconds, signed, usd } from "./format";
 import { differences } from "./names";
 import { anew, assumed, attempt, changes, isUnderWay, limits, loading, once, openMade, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
@@ -76,7 +77,7 @@ function limited(): string {
 
 export function Sentence(): JSX.Element {
   const v = planned.value;
-  if (!v) return <h1 class="sentence">{loading.value ? t("opening") : t("askForPlan")}</h1>;
+  if (!v) return <h1 class="sentence">{loading.value ? t("opening") : t(`ask_${draft.value.objective}` as Key)}</h1>;
   const [before, after] = opened(v, "\n").split("\n");
   return (
     <h1 class="sentence">

@@ -80,6 +80,15 @@ export const Answer = <T,>({ of, lines, children }: { of: { data: T | null; erro
 
 export const number = (text: string): number | string => (text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : text);
 
+/** What a number may be; `optional`: or nothing. */
+export interface Allowed { whole?: boolean; above?: number; least?: number; below?: number; most?: number; optional?: boolean }
+/** What is allowed, in words, where a text is none of it: known before the server is asked, which has the last word. */
+function fault(text: string, { whole, above = -Infinity, least = -Infinity, below = Infinity, most = Infinity, optional }: Allowed): string {
+  const x = Number(text), isEmpty = text.trim() === "";
+  if (isEmpty ? optional : (whole ? Number.isInteger(x) : Number.isFinite(x)) && x > above && x >= least && x < below && x <= most) return "";
+  const bounds = Object.entries({ ">": above, "≥": least, "<": below, "≤": most }).filter(([, limit]) => Number.isFinite(limit));
+  return t("fieldAllowed", { what: [t(whole ? "wholeNumber" : "aNumber"), bounds.map(([sign, limit]) => `${sign}\u00a0${limit.toLocaleString("en")}`).join(", ")].join(" ") });
+}
 interface FieldProps {
   label: string;
   path: string;
@@ -90,15 +99,22 @@ interface FieldProps {
   mark?: Child;
   mode?: "decimal" | "numeric" | "text";
   hidden?: boolean;
+  allowed?: Allowed;
 }
-export const Field = ({ label, path, value, set, unit, placeholder, mark, mode = "decimal", hidden }: FieldProps): JSX.Element => (
-  <label class="field"><span class={hidden ? "hidden" : undefined}>{label}{mark && <> {mark}</>}</span>
-    <span class="input">
-      <input value={String(value ?? "")} data-path={path} inputMode={mode} placeholder={placeholder} onInput={(e) => set(e.currentTarget.value)} autocomplete="off" spellcheck={false} />
-      {unit && <i>{unit}</i>}
-    </span>
-  </label>
-);
+export function Field({ label, path, value, set, unit, placeholder, mark, mode = "decimal", hidden, allowed }: FieldProps): JSX.Element {
+  const text = String(value ?? "");
+  const wrong = allowed ? fault(text, allowed) : "";
+  const said = wrong ? `${path.replace(/\s/g, "_")}-allowed` : undefined;
+  return (
+    <div class="field"><label><span class={hidden ? "hidden" : undefined}>{label}{mark && <> {mark}</>}</span>
+      <span class="input">
+        <input value={text} data-path={path} data-fault={said} aria-invalid={wrong ? "true" : undefined} aria-describedby={said} inputMode={mode} placeholder={placeholder} onInput={(e) => set(e.currentTarget.value)} autocomplete="off" spellcheck={false} />
+        {unit && <i>{unit}</i>}
+      </span></label>
+      {wrong && <small class="error" id={said}>{wrong}</small>}
+    </div>
+  );
+}
 /** What `acts` does something as soon as it is chosen: its list opens by any key, as arrows in a closed one would choose. */
 export const Choice = ({ label, path, value, options, set, hidden, acts }: { label: string; path: string; value: string; options: [string, string][]; set: (value: string) => void; hidden?: boolean; acts?: boolean }): JSX.Element => (
   <label class="field"><span class={hidden ? "hidden" : undefined}>{label}</span>
