@@ -92,8 +92,8 @@ def main(argv: list[str] | None = None) -> int:
         talk.say("interrupted: this is the best so far")
         clock = Clock(min(clock.left_s(), AFTER_INTERRUPT_S))
     # First: the plan's file and the report say what is found here, and price no link more.
-    plan.assumptions(time_limit_s=clock.left_s())
     plan.limits(time_limit_s=clock.left_s())
+    plan.assumptions(time_limit_s=clock.left_s())
     if args.out:
         plan.save(args.out)
         talk.say(f"plan in {args.out}")

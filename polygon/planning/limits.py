@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -162,7 +163,8 @@ class Limits:
             alone = max((limit.saves for limit in self.limits), default=0.0)
             return Message("limits.together", what=tuple(names), saves=self.together_saves, alone=alone)
         if self.limits:
-            return Message("limits.each", limits=tuple(limit.said for limit in self.limits[:WORST]))
+            worst = tuple(limit.said for limit in self.limits[:WORST])
+            return Message("limits.each" if self.whole else "limits.so_far", limits=worst)
         return Message("limits.none" if self.whole else "limits.no_time")
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,10 +178,8 @@ def limits(
     problem: Problem, plan: Plan, tables: CostTables, seconds_left: Callable[[], float] = lambda: math.inf
 ) -> Limits:
     """What limits the step, worst first; those found before no seconds are left."""
-    found = Limits(step_s=step_times(plan, tables).step_s, limits=())
-    for found in limits_as_found(problem, plan, tables, seconds_left):  # noqa: B007 - the last is all
-        pass
-    return found
+    last = deque(limits_as_found(problem, plan, tables, seconds_left), maxlen=1)
+    return last[0] if last else Limits(step_s=step_times(plan, tables).step_s, limits=())
 
 
 def limits_as_found(

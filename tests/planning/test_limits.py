@@ -94,6 +94,17 @@ def test_reports_and_page_have_one_name_for_a_resource():
     assert names["resource.latency"] == page["latencyOf"]
 
 
+def test_limits_found_in_too_little_time_are_told_as_such():
+    """Those met by then, worst first; more may be worse."""
+    problem, plan = wide()
+    tables, left = CostTables(problem), iter([1.0] * 6)
+    found = limits(problem, plan, tables, lambda: next(left, 0.0))
+    whole = limits(problem, plan, tables)
+    assert 0 < len(found.limits) < len(whole.limits) and not found.whole and whole.whole
+    assert found.said.kind == "limits.so_far" and str(found.said).endswith("(there was no time to look at all)")
+    assert {limit.resource.name for limit in found.limits} <= {limit.resource.name for limit in whole.limits}
+
+
 def test_what_limits_together_is_said_in_one_sentence():
     """Three of them by name, however many there are."""
     of = Resource(kind="pair", quality="latency", region="a", other="b", now=1.0, better=lambda cluster, _: cluster)
