@@ -149,39 +149,42 @@ class Sharing:
         apart, shared, several = self.places.apart, self._several[self._nodes], len(self._several)
         leaders = {a: self._leaders(a, alone) for a in {a for way in regions for a in way}}
         out = {a: of[shared[of]] for a, of in leaders.items()}
-        senders, sends, pairs, parts = [], [], [], []
+        sent = {a: of[: 0 if apart[a] else None] for a, of in out.items()}
+        each_s = {a: 1 / len(leaders[a]) / links.card_bytes_per_s[self._pool[of]] for a, of in sent.items()}
         known = ways_over(trees, tuple(self.places.regions.tolist())) if trees else None
-        for a, b in regions:
-            from_a, to_b = leaders[a], leaders[b]
-            if not apart[a]:
-                senders.append(out[a])
-                sends.append(1 / len(from_a) / links.card_bytes_per_s[self._pool[out[a]]])
-            else:
-                senders.append(out[a][:0])
-                sends.append(np.zeros(0))
-            turns, every = (int(self._turns[a]), int(self._turns[b])), bool(apart[a] or apart[b])
-            dealt = 0.5
-            if known is not None:
-                x, y = np.searchsorted(self.places.regions, (a, b))
-                dealt = float(known.dealt[x, y] / known.parts[x, y])
-            i, k, part = node_pairs(len(from_a), len(to_b), *turns, dealt, every=every)
-            i, k = from_a[i], to_b[k]
-            both = shared[i] & shared[k]
-            pairs.append((self._nodes[i] * several + self._nodes[k])[both])
-            parts.append(part[both])
-        way = np.arange(len(regions))
-        nodes, node_at = np.unique(self._nodes[np.concatenate(senders)], return_inverse=True)
+        alike: dict[tuple[int, int, int, int, float, bool], list[int]] = {}
+        for number, (a, b) in enumerate(regions):
+            if len(out[a]) and len(out[b]):
+                dealt = 0.5
+                if known is not None:
+                    x, y = np.searchsorted(self.places.regions, (a, b))
+                    dealt = float(known.dealt[x, y] / known.parts[x, y])
+                turns, every = (int(self._turns[a]), int(self._turns[b])), bool(apart[a] or apart[b])
+                alike.setdefault((len(leaders[a]), len(leaders[b]), *turns, dealt, every), []).append(number)
+        pairs, pair_way, parts = np.zeros((2, 0), dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
+        for key, numbers in alike.items():
+            i, k, part = node_pairs(*key[:5], every=key[5])
+            senders = np.array([leaders[regions[number][0]] for number in numbers])[:, i]
+            receivers = np.array([leaders[regions[number][1]] for number in numbers])[:, k]
+            both = shared[senders] & shared[receivers]
+            pairs = np.hstack([pairs, (senders[both], receivers[both])])
+            pair_way = np.append(pair_way, np.repeat(numbers, both.sum(axis=1)))
+            parts = np.append(parts, np.broadcast_to(part, both.shape)[both])
+        order = np.argsort(pair_way, kind="stable")
+        pairs = self._nodes[pairs[:, order]]
+        of_ways = [sent[a] for a, _ in regions]
+        nodes, node_at = np.unique(self._nodes[np.concatenate(of_ways)], return_inverse=True)
         source, target = np.array(regions).T
         return Ways(
             source=source,
             target=target,
             nodes=nodes,
             node_at=node_at,
-            node_way=np.repeat(way, [len(each) for each in senders]),
-            node_s=np.concatenate(sends),
-            pairs=np.concatenate(pairs),
-            pair_way=np.repeat(way, [len(each) for each in pairs]),
-            pair_part=np.concatenate(parts),
+            node_way=np.repeat(np.arange(len(regions)), [len(each) for each in of_ways]),
+            node_s=np.concatenate([each_s[a] for a, _ in regions]),
+            pairs=pairs[0] * several + pairs[1],
+            pair_way=pair_way[order],
+            pair_part=parts[order],
         )
 
 
