@@ -178,6 +178,35 @@ def region_sequences(decoder: Decoder, rows: int, sizes: Sequence[int], limit: i
                     yield Allocation(workers=x, micro_batch_size=size)
 
 
+def relays(decoder: Decoder, rows: int, sizes: Sequence[int]) -> Iterator[Allocation]:
+    """Two whole regions as first and last stage, and between them every device of one type that is elsewhere: weak
+    devices that are spread have many links to either, and pass on what the one between these would take long for.
+
+    The ends, and those between, every pool at a degree or the largest below it; the strongest regions first.
+
+    Parameters
+    ----------
+    rows, sizes
+        As for `region_sequences`.
+    """
+    pools, region = decoder.problem.cluster.pools, decoder.tables.links.region
+    if rows < 3:
+        return
+    names = np.array([pools[p].device.name for p, _ in decoder.classes])
+    places = region[[p for p, _ in decoder.classes]]
+    whole = {degree: _whole(decoder, degree) for degree in sorted({tp for _, tp in decoder.classes})}
+    _, power = speed_and_power(decoder, block_rates(decoder, decoder.tables.micro_batch_sizes[0]))
+    strongest = [r for r in np.argsort(-power, kind="stable").tolist() if power[r] > 0]
+    for second, first in ((j, i) for j in range(len(strongest)) for i in range(j)):
+        ends = strongest[first], strongest[second]
+        for name, outer, inner in itertools.product(sorted(set(names)), whole, whole):
+            x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
+            x[[0, 2]] = whole[outer][list(ends)]
+            x[1] = whole[inner].sum(axis=0) * ((names == name) & ~np.isin(places, ends))
+            for size in sizes if x[:3].any(axis=1).all() else ():
+                yield Allocation(workers=x, micro_batch_size=size)
+
+
 def _whole(decoder: Decoder, degree: int) -> np.ndarray:
     """All workers of every region at a degree, or the largest below it: (regions, classes)."""
     pools, region = decoder.problem.cluster.pools, decoder.tables.links.region

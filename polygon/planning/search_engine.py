@@ -28,6 +28,7 @@ from polygon.planning.initial_solutions import (
     kind_sequences,
     narrow_starts,
     region_sequences,
+    relays,
     replicated_starts,
     simple_starts,
     window_starts,
@@ -961,6 +962,7 @@ def _starts(
             yield Allocation(workers=x, micro_batch_size=size)
     for sequences in (kind_sequences, region_sequences):
         yield from itertools.islice(sequences(decoder, rows, sizes, MOST_OF_LENGTH), MOST_SEQUENCES)
+    yield from itertools.islice(relays(decoder, rows, sizes), MOST_SEQUENCES)
 
 
 def _why_not(decoder: Decoder, tried: list[Allocation], nearest: Fitted | None = None) -> Message:

@@ -22,11 +22,13 @@ from polygon.planning.initial_solutions import (
     kind_sequences,
     narrow_starts,
     region_sequences,
+    relays,
     replicated_starts,
     simple_starts,
     trimmed,
     window_starts,
 )
+from polygon.planning.search_engine import MOST_SEQUENCES
 from tests.drawn_problems import larger_problems
 from tests.exported_plans import INSTANCES
 from tests.linked_regions import cluster_of, small_gpt
@@ -158,6 +160,44 @@ def test_weak_devices_between_strong_ones_are_found():
     regions = own.tables.links.region[[p for p, _ in own.classes]]
     named = [[problem.cluster.regions[r].name for r in regions[row > 0]] for row in best.workers if row.any()]
     assert named == [["virginia"], ["california"], ["ohio"]]
+
+
+def test_devices_of_a_type_are_between_every_two_regions():
+    """All that are elsewhere, at every degree, whatever the ends' is; the strongest two regions first; three stages."""
+    groups = [[("a100-40gb", 1, 4)], [("t4", 1, 2)], [("a100-40gb", 2, 4)], [("t4", 2, 2), ("v100-16gb", 1, 1)]]
+    cluster, batch = cluster_of(groups, bytes_per_s=1e9), Batch(global_batch=64, seq_len=512)
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=batch)
+    own = Decoder(problem)
+    found = list(relays(own, 4, (1, 2)))
+    assert {x.micro_batch_size for x in found} == {1, 2} and not list(relays(own, 2, (1,)))
+    device_of = [problem.cluster.pools[p].device.name for p, _ in own.classes]
+    region_of = own.tables.links.region[[p for p, _ in own.classes]]
+    degrees = np.array([tp for _, tp in own.classes])
+    seen: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+    for x in found:
+        assert not x.workers[3].any()
+        first, middle, last = ([c for c, n in enumerate(row) if n] for row in x.workers[:3])
+        (a,), (b,), (name,) = {*region_of[first]}, {*region_of[last]}, {device_of[c] for c in middle}
+        devices = int(x.workers[1] @ degrees)
+        here = [p for p, pool in enumerate(problem.cluster.pools) if pool.device.name == name]
+        assert devices == sum(
+            problem.cluster.pools[p].devices for p in here if own.tables.links.region[p] not in (a, b)
+        )
+        seen.setdefault((a, b, name), []).append((int(degrees[first].max()), int(degrees[middle].max())))
+    assert next(iter(seen))[:2] == (2, 0)
+    assert set(seen[2, 0, "t4"]) == set(itertools.product((1, 2, 4), (1, 2)))
+
+
+def test_weak_devices_of_many_regions_between_strong_ones_are_found():
+    """Ten regions: all T4 of eight of them pass on what two regions of H100 would take longer to send one another."""
+    problem = PosedProblem.from_file(INSTANCES / "native" / "large-192-drawn.yaml").data
+    own = Decoder(problem)
+    rows, sizes = most_stages(problem), own.tables.micro_batch_sizes[:2]
+    others = [Allocation(workers=x, micro_batch_size=m) for m in sizes for x in simple_starts(own, rows, m)]
+    others += [*kind_sequences(own, rows, sizes, 1_000), *region_sequences(own, rows, sizes, 1_000)]
+    others += window_starts(own, rows, sizes, own.value, lambda: math.inf)
+    best = min(itertools.islice(relays(own, rows, sizes), MOST_SEQUENCES), key=own.value)
+    assert own.value(best) < 0.96 * min(own.value(x) for x in others)
 
 
 def test_pipelines_of_tied_models_come_back_to_where_they_begin(decoder):
