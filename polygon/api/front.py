@@ -28,7 +28,7 @@ class Front:
     reason: Message | None = None
     """Why there is none; `str` puts it into words."""
     over: Bill | None = None
-    """Without a plan within the limits: the bill of one that exceeds them, if the search met one."""
+    """Without a plan within the limits: the bill of the nearest, if the search met any."""
     evaluations: int = 0
     seconds: float = 0.0
     """That the search took."""
