@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polygon.api.choices import METHODS, EffortName, Method, Objective, Status
-from polygon.api.front import Front
+from polygon.api.front import Front, why_none
 from polygon.api.inputs import Cluster, Model
 from polygon.api.plans import Plan
 from polygon.api.results import Milestone, Result
@@ -326,7 +326,7 @@ class Problem:
             bills=tuple(point.bill for point in points),
             with_energy=with_energy,
             interrupted=met.interrupted,
-            reason=met.reason,
+            reason=None if points else why_none(data, met),
             over=met.best(data, STEP_TIME)[0] if met.bills and not points else None,
             evaluations=met.evaluations,
             seconds=met.seconds,
