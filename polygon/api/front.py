@@ -8,12 +8,23 @@ from typing import TYPE_CHECKING
 from polygon.api.html import html_table
 from polygon.cost.money import Bill
 from polygon.domain.message import Message
+from polygon.domain.plan import Problem
 from polygon.messages.report import seconds, written_out
+from polygon.planning.frontier import Collection
+from polygon.planning.objectives import STEP_TIME, over_limits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from polygon.api.plans import Plan
+
+
+def why_none(problem: Problem, met: Collection) -> Message | None:
+    """Why a front is empty: what the search says, or what the nearest of all that it met exceeds."""
+    if met.reason is not None or not met.bills:
+        return met.reason
+    nearest, _ = met.best(problem, STEP_TIME)
+    return Message("reason.none_found_within_limits", over=over_limits(problem, nearest))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -28,7 +39,7 @@ class Front:
     reason: Message | None = None
     """Why there is none; `str` puts it into words."""
     over: Bill | None = None
-    """Without a plan within the limits: the bill of one that exceeds them, if the search met one."""
+    """Without a plan within the limits: the bill of the nearest, if the search met any."""
     evaluations: int = 0
     seconds: float = 0.0
     """That the search took."""

@@ -47,7 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.domain.message import Message
     from polygon.formats.convert import runtime_data
     from polygon.messages.report import describe_runtime, table
-    from polygon.planning.objectives import over_limits
 
     talk = cli.Talk(quiet=args.quiet)
     with talk.progress("searching", 1.0) as show, cli.interruptible() as asked:
@@ -70,8 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     if front.interrupted:
         talk.say("interrupted: this is the front so far")
     if not front.plans:
-        over = tuple(over_limits(problem, front.over)) if front.over is not None else ()
-        return cli.infeasible(front.reason or Message("reason.none_found_within_limits", over=over))
+        return cli.infeasible(front.reason or Message("reason.none_found_within_limits", over=()))
     rows = [_point(problem, plan, bill, args.tokens) for plan, bill in zip(front.plans, front.bills, strict=True)]
     data: dict[str, Any] = {"runtime": runtime_data(problem.runtime)}
     data |= {"objectives": ["step_s", "usd", *(["energy_j"] if args.energy else [])], "points": rows}

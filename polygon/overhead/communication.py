@@ -50,7 +50,7 @@ class TrafficAnalysis:
     configuration: Configuration
     traffic: tuple[AxisTraffic, ...]
     upper_bound_s: float
-    """Communication per step if nothing hides it."""
+    """What the step waits for if nothing hides it: also what others send a stage, and filling and draining."""
     scheduled_s: Mapping[str, float] | None
     """By dimension, what the step waits for; None where compute is unknown (no device or no shape)."""
     compute_s: float | None
@@ -217,6 +217,22 @@ def _times(c: Configuration) -> LayerTimes | None:
     )
 
 
+def _pipeline_wait_s(c: Configuration, message: AxisTraffic, *, hidden: bool) -> float:
+    r"""What the step waits for messages between stages.
+
+    .. math:: T = t (2 M v + 2 (p - 1)), \quad \text{hidden: } T = t \cdot 2 (p - 1)
+
+    t for a message, M micro-batches, v chunks, p stages: a stage waits for both messages of a micro-batch, whoever
+    sends them, and the first and last micro-batch for all stages.
+    """
+    steady = 0 if hidden else 2 * c.degrees.interleave * c.shape.micro_batches
+    return message.cell.chosen.time_s * (steady + 2 * (c.degrees.pp - 1))
+
+
+def _unhidden_s(c: Configuration, messages: tuple[AxisTraffic, ...]) -> float:
+    return sum(_pipeline_wait_s(c, t, hidden=False) if t.dimension == "PP" else t.time_s for t in messages)
+
+
 def _scheduled(
     c: Configuration, messages: tuple[AxisTraffic, ...], times: LayerTimes
 ) -> tuple[float, dict[str, float]]:
@@ -245,8 +261,7 @@ def _scheduled(
         waits["DP"] += gathered_s(gather_s, float(forward_s), overlap)
     for t in messages:
         if t.dimension == "PP":
-            sends = 0 if c.p2p_overlap else 2 * config.chunks * c.shape.micro_batches
-            waits["PP"] = t.cell.chosen.time_s * (sends + 2 * (config.pp - 1))
+            waits["PP"] = _pipeline_wait_s(c, t, hidden=c.p2p_overlap)
         elif t.dimension == "CP" and t.cell.op == "p2p":
             waits["CP"] += max(0.0, t.time_s - compute_s)
         elif t.dimension != "DP":
@@ -274,7 +289,7 @@ def analyse(c: Configuration) -> TrafficAnalysis:
     return TrafficAnalysis(
         configuration=c,
         traffic=messages,
-        upper_bound_s=sum(t.time_s for t in messages),
+        upper_bound_s=_unhidden_s(c, messages),
         scheduled_s=scheduled,
         compute_s=compute_s,
         memory=memory,

@@ -13,6 +13,7 @@ from typing import Any
 
 from polygon.api import planner, plans
 from polygon.api.choices import Objective
+from polygon.api.front import why_none
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError, PolygonError, located
 from polygon.domain.message import Message
@@ -245,7 +246,7 @@ class Jobs:
             return
         stopped = progress.stop.is_set()
         if not found:
-            self._without_plan(job, collection.reason, stopped=stopped)
+            self._without_plan(job, why_none(problem.data, collection), stopped=stopped)
             return
         state = "cancelled" if stopped else "done"
         self.store.finish(job, state, result=points_of(found), note=str(len(found)))

@@ -49,6 +49,18 @@ def test_pareto_writes_front_picture_and_plans_that_can_be_run(task, tmp_path, c
     assert "USD per step" in capsys.readouterr().out
 
 
+def test_pareto_names_the_nearest_of_what_keeps_no_limit(task, tmp_path, capsys):
+    """Under a budget of nothing the nearest is the cheapest, not the fastest."""
+    out = tmp_path / "front.json"
+    task += ["--effort", "quick"]
+    assert pareto([*task, "-o", str(out)]) == 0
+    points = json.loads(out.read_text())["points"]
+    assert points[-1]["usd"] < 0.9 * points[0]["usd"]
+    capsys.readouterr()
+    assert pareto([*task, "--budget", "1e-9"]) == 3
+    assert f"the nearest one takes {points[-1]['usd']:.4g} USD" in capsys.readouterr().err
+
+
 def test_search_within_limits_or_exit_3(task, tmp_path, capsys):
     """A deadline that can be kept is kept; a budget of nothing is exit 3 with the nearest; evaluate checks it."""
     plan = tmp_path / "plan.json"

@@ -19,6 +19,7 @@ from polygon.overhead.communication import (
     memory_by_zero,
     shape_of,
 )
+from polygon.overhead.communication_tables import traffic_rows
 from polygon.overhead.dimensions import Degrees, Shape, group_topology, traffic
 from polygon.overhead.topologies import Topology
 
@@ -153,9 +154,26 @@ def test_schedule_hides_some_and_never_adds():
     assert hidden.compute_s is not None and hidden.compute_s == shown.compute_s > 0
 
 
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("overlap", ["none", "backward", "full"])
+@pytest.mark.parametrize(
+    "degrees",
+    [{"pp": 2}, {"pp": 4}, {"pp": 4, "interleave": 2}, {"pp": 2, "dp": 4, "tp": 2}, {"dp": 2, "cp": 2}, {"dp": 4}],
+)
+def test_upper_bound_is_above_what_any_schedule_waits_for(degrees, overlap, zero):
+    """Two stages each send one message a micro-batch and wait for two (2 M + 2 (p - 1)): those sent are no bound."""
+    for hides in (False, True):
+        result = analysis_of(Degrees(zero=zero, **degrees), overlap=overlap, p2p_overlap=hides)
+        assert result.scheduled_s is not None
+        assert sum(result.scheduled_s.values()) <= result.upper_bound_s * (1 + 1e-12)
+
+
 def test_shares_add_up_and_verdict_follows_memory():
     """Times are counted once; a device is enough exactly if the total is below what may be used."""
     result = analysis_of(Degrees(dp=2, tp=2, pp=2), gpu="t4")
-    assert math.isclose(sum(t.time_s for t in result.traffic), result.upper_bound_s)
+    assert math.isclose(sum(row["share"] for row in traffic_rows(result)), 1.0)
+    sent_s = {t.dimension: t.time_s for t in result.traffic}
+    waits_s = {**sent_s, "PP": sent_s["PP"] * (2 * 8 + 2) / 8}
+    assert math.isclose(sum(waits_s.values()), result.upper_bound_s)
     assert result.usable_bytes is not None
     assert result.fits is (result.chosen_memory.total_bytes <= result.usable_bytes) is False

@@ -54,6 +54,18 @@ def test_why_there_is_no_plan_is_kept_as_a_message(store):
         assert in_language(row.to_dict(), language)["error"] == say(row.error, language)
 
 
+def test_a_front_that_keeps_no_limit_says_what_the_nearest_exceeds(store):
+    """As a search does; without it the page said that there is none, and not why."""
+    small = TOO_LARGE | {"model": "opt-350m", "constraints": {"most_usd_per_step": 1e-9}}
+    jobs = Jobs(store)
+    try:
+        row = ended(store, jobs.start({"problem": small, "effort": "quick", "front": True}))
+    finally:
+        jobs.close()
+    assert row.state == "infeasible" and row.error.kind == "reason.none_found_within_limits"
+    assert [over.kind for over in row.error["over"]] == ["limit.usd_per_step"]
+
+
 @pytest.mark.parametrize("front", [False, True])
 def test_a_plan_waits_for_no_bound_and_a_search_keeps_to_its_limit(store, monkeypatch, front):
     """Whoever looks at it asks for the bound; until then there is a plan without."""
