@@ -126,7 +126,8 @@ def prepare(job: Job, world_size: int) -> None:
 def figures(job: Job, world_size: int, start_s: float) -> dict[str, Any]:
     """The summary of a run that has ended."""
     summary = backend_of(job).summary(job) | {"ranks": world_size, "wall_s": time.monotonic() - start_s}
-    measured = measured_peaks(job.out, world_size)
+    # The folder may hold what an earlier run measured.
+    measured = measured_peaks(job.out, world_size) if job.recipe.metrics.tensor_bytes else {}
     return summary | ({"measured_peak_bytes": max(measured.values())} if measured else {})
 
 
