@@ -102,7 +102,15 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
         grouped_experts=problem.runtime.grouped_experts and silicon(device, batch.precision).grouped,
         fused_norms=not device.name.startswith("cpu"),
     )
-    layers = beside_stage(autograd_memory(problem.model, batch, way), stage.first_layer, stage.last_layer)
+    layers = autograd_memory(problem.model, batch, way)
+    if stage.first_layer < stage.recomputed_until < stage.last_layer:
+        kept, later = autograd_memory(problem.model, batch, replace(way, recompute="none")), stage.recomputed_until
+        layers = replace(
+            layers,
+            activation_bytes=np.concatenate([layers.activation_bytes[:later], kept.activation_bytes[later:]]),
+            transient_bytes=np.concatenate([layers.transient_bytes[:later], kept.transient_bytes[later:]]),
+        )
+    layers = beside_stage(layers, stage.first_layer, stage.last_layer)
     tied, tied_zero, tied_shards = _tied(layout, s, worker)
     if stage.zero >= 2 and shards > 1:
         passing = _passing(problem, layers, stage.zero, worker.tp, shards, whole=0.0 if tied_zero >= 2 else tied)

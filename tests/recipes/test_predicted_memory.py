@@ -48,6 +48,21 @@ def test_weights_of_32_bits_are_there_beside_their_copies(zeros):
         assert states == pytest.approx(held["weights"] * (1 + 2 / 4) + held["optimizer"], rel=1e-3, abs=1000)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_blocks_that_are_not_recomputed_keep_all(recompute):
+    """Of two equal blocks, one recomputed: half of what none and both keep, and what the planner says."""
+
+    def kept(recompute, blocks):
+        problem, plan = two_stages((0, 0), [[m % 2, 0] for m in range(8)])
+        stages = replace(plan.stages[0], recompute=recompute, recompute_blocks=blocks), plan.stages[1]
+        plan, tables = replace(plan, stages=stages), CostTables(problem)
+        return predicted_peaks(problem, plan)[0], worker_memory(plan, tables, tables.placement(plan))[0]
+
+    (none, _), (one, planned), (both, _) = kept("none", None), kept(recompute, 1), kept(recompute, None)
+    assert both.activations < one.activations == pytest.approx((none.activations + both.activations) / 2)
+    assert one.activations == pytest.approx(planned.activations, rel=0.1)
+
+
 def test_who_computes_nothing_expects_nothing():
     """Receives are posted for a worker's own micro-batches, of the steps that are left."""
     problem, plan = two_stages((0, 0), [[0, 0]] * 4)
