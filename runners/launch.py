@@ -294,6 +294,7 @@ def run(
     """Run all ranks; exit code and summary. The plan as run is kept in the log directory."""
     from runners.engine.additions import check_lora
     from runners.engine.checkpoint import prepare_folder
+    from runners.engine.log import check_nobody_writes
     from runners.engine.rank_layout import Layout
     from runners.engine.runnable import check_runnable
     from runners.engine.summary import summarise, write_trace
@@ -308,6 +309,7 @@ def run(
     launcher = make(problem, plan, options)
     assert options.log_dir is not None
     make_folder(options.log_dir)
+    check_nobody_writes(options.log_dir)
     if options.checkpoint_dir is not None:
         # A model of the user's own has sizes that the plan's does not say; its ranks know them.
         model = problem.model if options.model_file is None else None

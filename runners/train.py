@@ -108,12 +108,13 @@ def prepare(job: Job, world_size: int) -> None:
     """Let mistakes be found once, not by every rank, and what is cached be there for all of them."""
     from runners.data.samples import digest_of
     from runners.engine.device import check_devices
+    from runners.engine.log import check_nobody_writes
 
     check_devices(job.device, world_size)
     check_trackers(job.recipe.metrics.trackers, job.recipe.metrics.wandb)
     remedy = "shorter sequences, smaller micro-batches, or more machines under torchrun"
     check_memory_here(backend_of(job).needed_bytes(job), world_size, job.device, remedy)
-    writable_folder("--out", job.out)
+    check_nobody_writes(writable_folder("--out", job.out))
     if job.recipe.checkpoint is not None:
         writable_folder("checkpoint.folder", beside(job.folder, job.recipe.checkpoint.folder))
     model = model_of(job.recipe.model, job.folder)
@@ -125,7 +126,8 @@ def prepare(job: Job, world_size: int) -> None:
 def figures(job: Job, world_size: int, start_s: float) -> dict[str, Any]:
     """The summary of a run that has ended."""
     summary = backend_of(job).summary(job) | {"ranks": world_size, "wall_s": time.monotonic() - start_s}
-    measured = measured_peaks(job.out, world_size)
+    # The folder may hold what an earlier run measured.
+    measured = measured_peaks(job.out, world_size) if job.recipe.metrics.tensor_bytes else {}
     return summary | ({"measured_peak_bytes": max(measured.values())} if measured else {})
 
 

@@ -91,6 +91,11 @@ def _check_pool(cluster: Cluster, index: int, region: str, device: str, where: s
 
 # Plans
 
+MOST_STREAMS = 256
+"""Of one link: every one is a connection of every two ranks that use it. 16 are the most that the planner takes."""
+MOST_SPAN = 2**20
+"""More micro-batches than any step has. Lists of actions are as long as windows, the sums of spans."""
+
 
 def plan_from_spec(spec: PlanSpec) -> PlanFile:
     """The plan that a file holds, with its problem and estimate.
@@ -116,6 +121,8 @@ def plan_from_spec(spec: PlanSpec) -> PlanFile:
     for k, link in enumerate(spec.links):
         for key, name in (("from", link.from_region), ("to", link.to_region)):
             require(name in names, f"links[{k}].{key}", name, Message("expected.region", names=tuple(names)))
+        most = Message("expected.at_most", most=MOST_STREAMS)
+        require(link.streams <= MOST_STREAMS, f"links[{k}].streams", link.streams, most)
         fields = link.model_dump(exclude={"from_region", "to_region"})
         links.append(LinkUse(source=names[link.from_region], target=names[link.to_region], **fields))
     simple: Any = spec.model_dump(
@@ -125,7 +132,7 @@ def plan_from_spec(spec: PlanSpec) -> PlanFile:
     _require_one_a_worker("spans", spans, stages)
     for s, row in enumerate(spans):
         for w, span in enumerate(row):
-            require_size(span, f"spans[{s}][{w}]")
+            require_size(span, f"spans[{s}][{w}]", at_most=MOST_SPAN)
     plan = Plan(
         stages=tuple(stages),
         routes=_routes(spec.routes, stages),
@@ -161,6 +168,9 @@ def _stage(
     begin, end = spec.layers
     layers = problem.model.layers
     require(begin < end <= layers, f"{where}.layers", spec.layers, Message("expected.within_layers", layers=layers))
+    blocks = max(0, min(end, layers - 1) - max(begin, 1))
+    most = Message("expected.at_most_that_it_has", most=blocks)
+    require((spec.recompute_blocks or 0) <= blocks, f"{where}.recompute_blocks", spec.recompute_blocks, most)
     held = taken if again is None else np.zeros_like(taken)
     workers = tuple(
         _worker(worker, f"{where}.workers[{i}]", problem.cluster, first, held) for i, worker in enumerate(spec.workers)

@@ -6,6 +6,7 @@ trace; only during the traced steps), `end`.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -16,10 +17,29 @@ from typing import Any, TextIO
 
 from polygon_comm.accelerator import Accelerator, Instant
 
+from polygon.domain.errors import InputError
 from runners.engine.emulation import Pace
 
 DIRECTIONS = {"F": "forward", "B": "backward"}
 """Parts of `compute`, by the first letter of an action's name."""
+
+
+def check_nobody_writes(folder: Path) -> None:
+    """Raise `InputError` where ranks of a run that still goes on keep their logs: they would be cut off."""
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        with path.open("a", encoding="utf-8") as file:
+            _keep(file, path)
+
+
+def _keep(file: TextIO, path: Path) -> None:
+    """Lock a log for as long as it is open, where the file system has locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(f"{path.parent}: found logs of a run that still goes on, expected none") from None
+    except OSError:
+        return
 
 
 class RunLog:
@@ -51,7 +71,9 @@ class RunLog:
         self._failed = False
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8")
+            _keep(self._file, path)
+            path.open("w", encoding="utf-8").close()  # what an earlier run wrote goes once it is sure that it has ended
 
     def write(self, type_: str, **fields: Any) -> None:
         """Write one line."""

@@ -22,6 +22,8 @@ from runners.engine.options import Options
 from runners.engine.rank_layout import AHEAD_BYTES, FEWEST_AHEAD, Layout
 
 MEASURED = "tensor-bytes-{}.json"
+MASTER_BYTES = 4
+"""Of a weight in the format in which it is updated."""
 
 
 def predicted_peaks(problem: Problem, plan: Plan, steps: int | None = None) -> dict[int, MemoryBreakdown]:
@@ -100,18 +102,39 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
         grouped_experts=problem.runtime.grouped_experts and silicon(device, batch.precision).grouped,
         fused_norms=not device.name.startswith("cpu"),
     )
-    layers = beside_stage(autograd_memory(problem.model, batch, way), stage.first_layer, stage.last_layer)
+    layers = autograd_memory(problem.model, batch, way)
+    if stage.first_layer < stage.recomputed_until < stage.last_layer:
+        kept, later = autograd_memory(problem.model, batch, replace(way, recompute="none")), stage.recomputed_until
+        layers = replace(
+            layers,
+            activation_bytes=np.concatenate([layers.activation_bytes[:later], kept.activation_bytes[later:]]),
+            transient_bytes=np.concatenate([layers.transient_bytes[:later], kept.transient_bytes[later:]]),
+        )
+    layers = beside_stage(layers, stage.first_layer, stage.last_layer)
     tied, tied_zero, tied_shards = _tied(layout, s, worker)
     if stage.zero >= 2 and shards > 1:
         passing = _passing(problem, layers, stage.zero, worker.tp, shards, whole=0.0 if tied_zero >= 2 else tied)
         layers = replace(layers, transient_bytes=layers.transient_bytes + passing)
     held, _, *rest = stage_rows(layers, stage.first_layer, stage.last_layer)
+    divided, own, less = rest[2], (stage.zero, shards), (tied_zero, tied_shards)
 
     peak = breakdown(held, 0.0, *rest, in_flight=1.0, zero=stage.zero, shards=shards, batch=batch, context_bytes=0.0)
-    peak = divided_less(peak, tied, batch, (stage.zero, shards), (tied_zero, tied_shards))
+    peak = divided_less(peak, tied, batch, own, less)
+    if batch.element_bytes < MASTER_BYTES:
+        whole = _undivided(held - tied, divided - tied, *own) + _undivided(tied, tied, *less)
+        peak = replace(peak, weights=peak.weights + MASTER_BYTES * whole)
     # What is sent to the next stage stays until its gradient comes.
     sent = _message_bytes(problem, plan, worker) / (way.tp if way.sequence else 1)
     return replace(peak, activations=peak.activations + (sent if s + 1 < len(plan.stages) else 0.0))
+
+
+def _undivided(held: float, divided: float, zero: int, shards: int) -> float:
+    """Numbers of 32-bit weights that a rank holds beyond its part of them, which the optimizer's state is counted with.
+
+    The engine's weights are those of 32 bits, and products take 16-bit copies: ZeRO-1 and 2, which leave weights
+    whole, leave both whole. Other programs keep the 16-bit ones whole and divide the others.
+    """
+    return held - divided / shards if zero in (1, 2) else 0.0
 
 
 def _tied(layout: Layout, s: int, worker: Worker) -> tuple[float, int, int]:

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from polygon.domain.errors import require
 
 
-def trace_name(rank: int) -> str:
-    """File name of a rank's trace."""
+def trace_name(rank: int | str) -> str:
+    """File name of a rank's trace; of `*` the pattern of all."""
     return f"rank{rank}_trace.json"
 
 
@@ -35,6 +35,13 @@ class Recorder:
         require(steps >= 1, "profiled steps", steps, "a whole number >= 1")
         require(warmup >= 1, "profiler warm-up", warmup, "a whole number >= 1")
         self.path = directory / trace_name(rank)
+        # Those of an earlier run in this folder would pass for this one's, also of ranks that it no longer has.
+        self.path.unlink(missing_ok=True)
+        if rank == 0:
+            for path in directory.glob(trace_name("*")):
+                number = path.name.removeprefix("rank").removesuffix("_trace.json")
+                if number.isdecimal() and int(number) >= world_size:
+                    path.unlink(missing_ok=True)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

@@ -14,9 +14,9 @@ from tests.runners.test_every_dimension import losses_and_bytes
 from tests.small_problems import small_cluster, small_model, small_plan
 
 
-def two_stages(zeros, routes):
+def two_stages(zeros, routes, precision="fp32"):
     """Two workers, then one, of a small model whose last stage has a copy of the embedding."""
-    batch = Batch(global_batch=2 * len(routes), seq_len=16, precision="fp32")
+    batch = Batch(global_batch=2 * len(routes), seq_len=16, precision=precision)
     problem = Problem(cluster=small_cluster(3), model=small_model(), batch=batch)
     plan = small_plan(problem.cluster, [(0, 3), (3, 6)], [[0, 1], [2]], routes)
     stages = tuple(replace(stage, zero=zero) for stage, zero in zip(plan.stages, zeros, strict=True))
@@ -36,6 +36,31 @@ def test_a_weight_of_two_stages_is_divided_as_both_divide(zeros):
             # The planner leaves out that both ends are in a region.
             most = 1.3 if min(zeros) else 1.0
             assert 0.999 <= getattr(planned[rank], what) / getattr(predicted[rank], what) <= most + 1e-3
+
+
+@pytest.mark.parametrize("zeros", [(0, 0), (1, 1), (2, 0), (2, 2), (3, 1)])
+def test_weights_of_32_bits_are_there_beside_their_copies(zeros):
+    """ZeRO-1 and 2 divide the optimizer's state, neither the weights that it updates nor the copies for products."""
+    problem, plan = two_stages(zeros, [[m % 2, 0] for m in range(8)], "bf16")
+    predicted = predicted_peaks(problem, plan)
+    for rank, (_, held) in enumerate(run_ranks(losses_and_bytes, 3, problem, plan)):
+        states = predicted[rank].weights + predicted[rank].optimizer
+        assert states == pytest.approx(held["weights"] * (1 + 2 / 4) + held["optimizer"], rel=1e-3, abs=1000)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_blocks_that_are_not_recomputed_keep_all(recompute):
+    """Of two equal blocks, one recomputed: half of what none and both keep, and what the planner says."""
+
+    def kept(recompute, blocks):
+        problem, plan = two_stages((0, 0), [[m % 2, 0] for m in range(8)])
+        stages = replace(plan.stages[0], recompute=recompute, recompute_blocks=blocks), plan.stages[1]
+        plan, tables = replace(plan, stages=stages), CostTables(problem)
+        return predicted_peaks(problem, plan)[0], worker_memory(plan, tables, tables.placement(plan))[0]
+
+    (none, _), (one, planned), (both, _) = kept("none", None), kept(recompute, 1), kept(recompute, None)
+    assert both.activations < one.activations == pytest.approx((none.activations + both.activations) / 2)
+    assert one.activations == pytest.approx(planned.activations, rel=0.1)
 
 
 def test_who_computes_nothing_expects_nothing():

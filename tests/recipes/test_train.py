@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runners.analyze import main as analyze
+from runners.recipes.predicted_memory import write_measured
 from runners.train import main
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
@@ -35,6 +36,17 @@ def test_the_program_starts_its_ranks(alone):
     """Two ranks train, in the order that the plan says."""
     _, figures = alone
     assert (figures["ranks"], figures["steps"], figures["order_differs_on_ranks"]) == (2, 2, [])
+
+
+def test_peaks_of_an_earlier_run_are_not_this_ones(tmp_path):
+    """Measured is what this run measured, whatever its folder holds."""
+    write_measured(tmp_path, 0, 1)
+    code, figures, said = ran(main, [*WORDS, tmp_path], Path.cwd())
+    assert code == 0, said
+    assert "measured_peak_bytes" not in json.loads(figures)
+    followed = ["--set", "metrics.tensor_bytes=true"]
+    code, figures, said = ran(main, [*WORDS, tmp_path, *followed], Path.cwd())
+    assert code == 0 and json.loads(figures)["measured_peak_bytes"] > 1e6, said
 
 
 TWO_RANKS = urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()

@@ -23,6 +23,7 @@ from runners.engine.checkpoint import steps_in
 from runners.engine.summary import format_summary, log_lines, summarise
 from runners.engine.trackers import TRACKERS
 from runners.launch import main as launch
+from runners.train import main as train
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
 from tests.real_programs import Program, ran
@@ -202,6 +203,23 @@ def test_who_interrupts_before_there_are_ranks_reads_a_line(plan_file, tmp_path)
         said = begun.stderr.read()
     assert "ranks in stages" in first
     assert begun.returncode == 130 and "Traceback" not in said and "interrupted" in said
+
+
+@pytest.mark.parametrize("again", [launch, train])
+def test_a_folder_in_which_a_run_writes_is_not_taken(long_run, plan_file, tmp_path, again, capsys):
+    """Its logs would be cut off and its plan replaced; once it has ended the folder may be used again."""
+    log, recipe = tmp_path / "log", "instances/recipes/llm-1d-tiny.yaml"
+    kept = (log / "plan.json").read_bytes()
+    words = [str(plan_file), "--rehearse", "--log-dir", str(log)] if again is launch else [recipe, "-o", str(log)]
+    words += ["--steps", "1"]
+    assert again(words) == 2
+    assert f"{log}: found logs of a run that still goes on, expected none" in capsys.readouterr().err
+    long_run.send_signal(signal.SIGINT)
+    long_run.said()
+    assert (log / "plan.json").read_bytes() == kept
+    assert len([line for line in log_lines(log, 0) if line["type"] == "step"]) > 10
+    assert again(words) == 0
+    assert [line["step"] for line in log_lines(log, 0) if line["type"] == "step"] == [0]
 
 
 def test_killed_launcher_leaves_no_orphans(long_run):
