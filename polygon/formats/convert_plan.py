@@ -168,7 +168,7 @@ def _stage(
     begin, end = spec.layers
     layers = problem.model.layers
     require(begin < end <= layers, f"{where}.layers", spec.layers, Message("expected.within_layers", layers=layers))
-    blocks = max(0, min(end, layers - 1) - max(begin, 1))
+    blocks = _blocks(begin, end, layers)
     most = Message("expected.at_most_that_it_has", most=blocks)
     require((spec.recompute_blocks or 0) <= blocks, f"{where}.recompute_blocks", spec.recompute_blocks, most)
     held = taken if again is None else np.zeros_like(taken)
@@ -185,6 +185,11 @@ def _stage(
     fields = spec.model_dump(exclude={"layers", "workers", "trees"})
     trees = _trees(spec.trees, f"{where}.trees", problem.cluster)
     return Stage(first_layer=begin, last_layer=end, workers=workers, trees=trees, **fields)
+
+
+def _blocks(begin: int, end: int, layers: int) -> int:
+    """Of layers [begin, end): the model's first and last one are none."""
+    return max(0, min(end, layers - 1) - max(begin, 1))
 
 
 def _trees(specs: Sequence[SumTreeSpec], where: str, cluster: Cluster) -> tuple[SumTree, ...]:
@@ -293,7 +298,9 @@ def _order_data(plan: Plan) -> list[list[str]] | None:
 def plan_data(problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The plan as a file says it; `estimate` is free in form."""
     cluster = problem.cluster
-    names = [region.name for region in cluster.regions]
+    names, layers = [region.name for region in cluster.regions], problem.model.layers
+    # Uniform splits recompute so many blocks at most, of shorter stages all.
+    most = [_blocks(stage.first_layer, stage.last_layer, layers) for stage in plan.stages]
     pools = [_pool_data(cluster, p) for p in range(len(cluster.pools))]
     return {
         "format": "polygon-plan",
@@ -302,7 +309,10 @@ def plan_data(problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None =
         "stages": [
             {
                 "layers": [stage.first_layer, stage.last_layer],
-                **_simple_fields(stage, without=("first_layer", "last_layer", "workers", "trees")),
+                **_simple_fields(stage, without=("first_layer", "last_layer", "workers", "trees", "recompute_blocks")),
+                "recompute_blocks": None
+                if stage.recompute_blocks is None
+                else min(stage.recompute_blocks, blocks) or None,
                 **({"trees": _trees_data(stage.trees, names)} if stage.trees else {}),
                 "workers": [
                     pools[worker.pool]
@@ -311,7 +321,7 @@ def plan_data(problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None =
                     for worker in stage.workers
                 ],
             }
-            for stage in plan.stages
+            for stage, blocks in zip(plan.stages, most, strict=True)
         ],
         "routes": plan.routes,
         "links": [

@@ -34,6 +34,7 @@ from polygon.domain.plan import (
 from polygon.formats import catalogue, convert, convert_plan, files
 from polygon.formats.schema import ClusterSpec, GroupsSpec, PlanSpec, check
 from polygon.formats.serialization import MOST_YAML, format_json, format_yaml, parse_json, parse_yaml
+from tests.exported_plans import of_dimensions
 from tests.nightly import cases
 from tests.small_problems import small_cluster, small_model, small_plan
 
@@ -259,6 +260,18 @@ def test_plan_survives_its_file(case):
             assert getattr(back.plan, field.name) == getattr(plan, field.name)
     text = format_json(convert_plan.plan_data(*back))
     assert format_json(convert_plan.plan_data(*convert_plan.plan_from_spec(check(PlanSpec, parse_json(text))))) == text
+
+
+def test_stages_shorter_than_what_uniform_splits_recompute_are_read_back():
+    """A file says how many blocks a stage recomputes, of no more than it has."""
+    problem, plan, _ = of_dimensions("llama3-8b", {"dp": 2, "cp": 2, "pp": 4})
+    stages = tuple(
+        dataclasses.replace(stage, recompute="full", recompute_blocks=9 - s) for s, stage in enumerate(plan.stages)
+    )
+    data = convert_plan.plan_data(problem, dataclasses.replace(plan, stages=stages))
+    assert [stage["recompute_blocks"] for stage in data["stages"]] == [8, 8, 7, 6]
+    _, again, _ = convert_plan.plan_from_spec(check(PlanSpec, parse_json(format_json(data))))
+    assert [stage.recomputed_until for stage in again.stages] == [stage.recomputed_until for stage in stages]
 
 
 @given(problem=problems(), data=st.data())
