@@ -104,6 +104,23 @@ class Bucket:
         """All weights of the bucket, as layers have them."""
         return self.weights
 
+    def put(self, weights: torch.Tensor) -> None:
+        """Take new weights, of which all are given."""
+        self.weights.copy_(weights[self.weights_start : self.weights_start + len(self.weights)])
+
+    def updated(self) -> torch.Tensor | None:
+        """All weights, those that this rank keeps as they are now, for others to fill in theirs; None where layers
+        fetch them."""
+        return self.weights
+
+    def collect(self, name: str) -> None:
+        """Take a parameter's gradient of a micro-batch to where gradients are added up, if that is elsewhere."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the weights that are here between two steps, in whatever formats."""
+        return self.weights.nbytes
+
     def equally_far(self, names: Sequence[str], multiple: int) -> bool:
         """Whether parameters of one shape lie equally far apart, all at a multiple of so many numbers."""
         starts = [self.places[name][0] for name in names]

@@ -48,8 +48,9 @@ class _Copy:
             gradient = leaf.grad
             assert gradient is not None
             leaf.grad = None
-            for parameter, part in zip(parameters, gradient if stacked else gradient[None], strict=True):
+            for name, parameter, part in zip(names, parameters, gradient if stacked else gradient[None], strict=True):
                 _add(parameter, part)
+                bucket.collect(name)
 
         leaf.register_post_accumulate_grad_hook(add)
         self.leaves.append(leaf)

@@ -460,7 +460,7 @@ class Training:
         Besides are whole weights and gradients of layers that are split (ZeRO-2 and 3).
         """
         return {
-            "weights": sum(bucket.weights.nbytes for bucket in self.buckets),
+            "weights": sum(bucket.weights_bytes for bucket in self.buckets),
             "gradients": sum(bucket.vector.nbytes for bucket in self.buckets),
             "optimizer": self.update.state_bytes(),
             "passing": self.worker.passing_bytes,

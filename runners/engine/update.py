@@ -230,8 +230,8 @@ class Update:
         for piece in self._pieces:
             piece.return_weights()
         for bucket in self.buckets:
-            if bucket.zero < 3 and not self._factored:
-                self._share(bucket, bucket.weights)
+            if not self._factored and (weights := bucket.updated()) is not None:
+                self._share(bucket, weights)
         self.applied += 1
         self._good_steps += 1
         if self._scaled and self._good_steps % GROWTH_STEPS == 0:
@@ -267,7 +267,7 @@ class Update:
         gradient, weights = self._all_of(bucket, bucket.vector), self._all_of(bucket, bucket.weights)
         if isinstance(bucket.group, ServerGroup) or self._divided(bucket):
             self._share(bucket, gradient)
-        if bucket.zero == 3:
+        if len(bucket.weights) < bucket.size:
             self._share(bucket, weights)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -276,13 +276,12 @@ class Update:
             whole.data = bucket.gathered(name, weights[start:stop].view(shape))
             whole.grad = bucket.gathered(name, gradient[start:stop].view(shape))
         optimizer.step()
-        held = slice(bucket.weights_start, bucket.weights_start + len(bucket.weights))
         for name, (start, stop, _) in bucket.places.items():
             whole = self._whole[bucket.name, name]
             weights[start:stop] = bucket.cut(name, whole.detach()).reshape(-1)
             whole.grad, whole.data = None, whole.data.new_empty(0)
         if weights is not bucket.weights:
-            bucket.weights.copy_(weights[held])
+            bucket.put(weights)
 
     def _all_of(self, bucket: Bucket, vector: torch.Tensor) -> torch.Tensor:
         """A vector as long as the bucket from the held part of one; that vector itself where it is whole."""
@@ -318,7 +317,7 @@ class Update:
     def state(self, bucket: Bucket, more: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
         """Weights, optimizer state and more vectors of a bucket by parameter, uncut; a collective (ZeRO-1, TP)."""
         weights = self._all_of(bucket, bucket.weights)
-        if bucket.zero == 3:
+        if len(bucket.weights) < bucket.size:
             self._share(bucket, weights)
         flat: dict[str, torch.Tensor] = {"value": weights} | dict(more)
         keys = {name: self._kept(bucket, name) if self.applied else () for name in bucket.places}
@@ -379,8 +378,7 @@ class Update:
                     vector[start:stop] = bucket.cut(name, states[name][key]).reshape(-1).to(vector.device)
             return vector
 
-        start = bucket.weights_start
-        bucket.weights.copy_(vector_of("value")[start : start + len(bucket.weights)])
+        bucket.put(vector_of("value"))
         for key, vector in more.items():
             if key in first:
                 vector.copy_(vector_of(key))

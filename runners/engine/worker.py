@@ -50,7 +50,7 @@ from runners.engine.rank_layout import Layout
 from runners.engine.ring_attention import check_ring
 from runners.engine.stage_messages import StageMessages
 from runners.engine.user_model import OwnModel
-from runners.engine.zero_sharding import ShardedBucket, Sharding
+from runners.engine.zero_sharding import PartedBucket, ShardedBucket, Sharding
 
 COMPUTE_DTYPE = {
     "fp32": torch.float32,
@@ -110,6 +110,8 @@ class StageWorker:
         self.executed: list[Action] = []
         self.dtype = COMPUTE_DTYPE[batch.precision]
         self.layers = self._build(options, own_model)
+        self._own = own_model is not None
+        """Whether the layers are a user's, whose weights keep their format but for those of products."""
         self.balance = BalanceLoss(weight=options.balance)
         self.eight_bits = batch.precision == "fp8" and has_products(wires.device)
         """Whether products of blocks have 8 bits."""
@@ -243,19 +245,21 @@ class StageWorker:
         owners, copies = (sums.get(f"{kind}/{group}") for kind in ("shards", "parts"))
         owners = owners or sum_group
         bucket: Bucket
-        if zero >= 2 and sum_group is not None and owners is not None and owners.near_size > 1:
+        common, device = (name, parameters, sum_group, tp_sums, dims), self.wires.device
+        divided = zero if sum_group is not None and owners is not None and owners.near_size > 1 else 0
+        parts = self.layout.divides_weights(divided) and (divided == 3 or not self._own)
+        dtype = self.dtype if parts else torch.float32
+        if divided >= 2:
+            assert owners is not None
             bucket = ShardedBucket(
-                *(name, parameters, sum_group, tp_sums, dims),
-                device=self.wires.device,
-                accelerator=self.wires.accelerator,
-                rank=self.rank,
-                zero=zero,
-                owners=owners,
-                copies=copies,
-                dtype=self.dtype,
-            )
+                *common, device=device, accelerator=self.wires.accelerator, rank=self.rank, zero=zero, owners=owners,
+                copies=copies, dtype=dtype,
+            )  # fmt: skip
+        elif dtype != torch.float32:
+            assert owners is not None
+            bucket = PartedBucket(*common, device=device, rank=self.rank, zero=zero, owners=owners, dtype=dtype)
         else:
-            bucket = Bucket(name, parameters, sum_group, tp_sums, dims, whole=whole, device=self.wires.device)
+            bucket = Bucket(*common, whole=whole, device=device)
             bucket.zero, bucket.owners = min(zero, 1), owners
         members = self.layout.groups[group].ranks
         bucket.chunk = chunk

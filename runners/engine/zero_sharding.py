@@ -1,5 +1,6 @@
-"""ZeRO-2 and ZeRO-3: gradients, and weights, of which every worker of a stage in a region keeps a part.
+"""ZeRO where every worker of a stage in a region keeps a part: of 32-bit weights, of gradients, of all weights.
 
+In 16 bits layers have all weights in these, and each worker the 32-bit ones of the part that it updates (ZeRO-1 and 2).
 ZeRO-2: a layer's gradient exists whole only while its backward runs; then every owner gets its part and adds it up.
 ZeRO-3: a layer's weights are fetched from their owners before its forward and its backward, one layer ahead, and
 dropped after it. Every rank knows the order of actions of the others (it is the plan's), so an owner sends without
@@ -35,11 +36,74 @@ from runners.engine.layers import layer_name
 from runners.engine.rank_layout import Layout
 
 
-class ShardedBucket(Bucket):
+class PartedBucket(Bucket):
+    """A bucket whose layers have its weights in 16 bits, and of whose 32-bit weights this rank keeps those that it
+    updates (ZeRO-1).
+
+    A micro-batch's gradients have 16 bits, as autograd wants them of such weights; their sum has 32.
+    """
+
+    def __init__(self, *args: Any, rank: int, zero: int, owners: SumGroup, dtype: torch.dtype, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.zero, self.owners = zero, owners
+        self.split = Split(self.name, owners.near_ranks, self.size)
+        self._own = self.split.part(rank)
+        self._whole_weights = self.weights
+        """What the parameters look into."""
+        if dtype != self.weights.dtype:
+            self._whole_weights = self.weights.to(dtype)
+            self._keep_part()
+            for key, (start, stop, shape) in self.places.items():
+                parameter = self.parameters[key]
+                parameter.grad = None
+                parameter.data = self.whole_weights[start:stop].view(shape)
+        if zero == 1:
+            for key, parameter in self.parameters.items():
+                parameter.register_post_accumulate_grad_hook(lambda _, key=key: self.collect(key))
+
+    def _keep_part(self) -> None:
+        self.weights, self.weights_start = self.weights[self._own].clone(), self._own.start
+
+    @property
+    def whole_weights(self) -> torch.Tensor:
+        """All weights of the bucket, as layers have them."""
+        return self._whole_weights
+
+    @property
+    def apart(self) -> bool:
+        """Whether layers have other weights than those that are updated."""
+        return self._whole_weights is not self.weights
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the weights that are here between two steps, in whatever formats."""
+        return self.weights.nbytes + (self.whole_weights.nbytes if self.apart and self.zero < 3 else 0)
+
+    def put(self, weights: torch.Tensor) -> None:
+        """Take new weights, of which all are given."""
+        super().put(weights)
+        if self.apart:
+            self.whole_weights.copy_(weights)
+
+    def updated(self) -> torch.Tensor | None:
+        """All weights as layers have them, with this rank's as they are now."""
+        if self.apart:
+            self.whole_weights[self._own] = self.weights
+        return self.whole_weights
+
+    def collect(self, name: str) -> None:
+        """Add a parameter's gradient of a micro-batch to the sum."""
+        parameter, (start, stop, _) = self.parameters[name], self.places[name]
+        if parameter.grad is not None:
+            self.vector[start:stop] += parameter.grad.reshape(-1)
+            parameter.grad = None
+
+
+class ShardedBucket(PartedBucket):
     """A bucket of which this rank keeps a part: of the gradients (ZeRO-2), of the weights too (ZeRO-3).
 
     `owners` keep the parts of one copy, `copies` the same part of several in the region (see `Bucket`). `dtype` is what
-    layers compute in: under ZeRO-3 whole weights, and gradients until they are scattered, have it; parts have 32 bits.
+    layers compute in: whole weights, and gradients until they are scattered, have it; parts have 32 bits.
     """
 
     def __init__(
@@ -53,25 +117,17 @@ class ShardedBucket(Bucket):
         dtype: torch.dtype,
         **more: Any,
     ) -> None:
-        super().__init__(*args, **more)
+        super().__init__(*args, rank=rank, zero=zero, owners=owners, dtype=dtype, **more)
         assert self.group is not None
-        self.zero, self.owners, self.copies = zero, owners, copies
+        self.copies = copies
         self._accelerator = accelerator
-        self.split = Split(self.name, owners.near_ranks, self.size)
-        own = self.split.part(rank)
-        self._whole_weights = self.weights
-        """What the parameters look into; under ZeRO-3 it has memory only while a layer is computed."""
-        if zero == 3:
-            self.weights, self.weights_start = self.weights[own].clone(), own.start
-            if dtype != self.weights.dtype:
-                self._whole_weights = torch.empty(self.size, dtype=dtype, device=self.weights.device)
-                for key, (start, stop, shape) in self.places.items():
-                    self.parameters[key].data = self.whole_weights[start:stop].view(shape)
+        if zero == 3:  # whole weights have memory only while a layer is computed
+            if not self.apart:
+                self._keep_part()
             self.drop()
         self.given = self.weights
         """This rank's part as others are sent it."""
-        self.vector, self.vector_start = self.vector[own].clone(), own.start
-        self._own = own
+        self.vector, self.vector_start = self.vector[self._own].clone(), self._own.start
         self._lock = threading.Lock()
         self._missing_parts = 0
         self._complete: Future[None] = Future()
@@ -79,10 +135,19 @@ class ShardedBucket(Bucket):
         """The gradient of the micro-batch whose backward is under way."""
         self._drop_gradient()
 
-    @property
-    def whole_weights(self) -> torch.Tensor:
-        """All weights of the bucket, as layers have them."""
-        return self._whole_weights
+    def put(self, weights: torch.Tensor) -> None:
+        """Take new weights, of which all are given."""
+        if self.zero == 3:
+            Bucket.put(self, weights)
+        else:
+            super().put(weights)
+
+    def updated(self) -> torch.Tensor | None:
+        """As of others, but that nobody is given any under ZeRO-3 before a layer is computed."""
+        return None if self.zero == 3 else super().updated()
+
+    def collect(self, name: str) -> None:
+        """Nothing: a layer's gradients are scattered."""
 
     def view(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
         """Of the weights as layers have them, whose memory need not be there now."""
@@ -140,11 +205,7 @@ class ShardedBucket(Bucket):
     def open_gradient(self) -> None:
         """Make room for the gradient of a micro-batch."""
         if self.passing is None:
-            self.passing = (
-                torch.zeros_like(self.whole_weights)
-                if self.zero == 3
-                else torch.zeros(self.size, dtype=self.vector.dtype, device=self.vector.device)
-            )
+            self.passing = torch.zeros_like(self.whole_weights)
             for key, (start, stop, shape) in self.places.items():
                 self.parameters[key].grad = self.passing[start:stop].view(shape)
 

@@ -121,20 +121,17 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
     peak = breakdown(held, 0.0, *rest, in_flight=1.0, zero=stage.zero, shards=shards, batch=batch, context_bytes=0.0)
     peak = divided_less(peak, tied, batch, own, less)
     if batch.element_bytes < MASTER_BYTES:
-        whole = _undivided(held - tied, divided - tied, *own) + _undivided(tied, tied, *less)
+        whole = _undivided(layout, held - tied, divided - tied, *own) + _undivided(layout, tied, tied, *less)
         peak = replace(peak, weights=peak.weights + MASTER_BYTES * whole)
     # What is sent to the next stage stays until its gradient comes.
     sent = _message_bytes(problem, plan, worker) / (way.tp if way.sequence else 1)
     return replace(peak, activations=peak.activations + (sent if s + 1 < len(plan.stages) else 0.0))
 
 
-def _undivided(held: float, divided: float, zero: int, shards: int) -> float:
-    """Numbers of 32-bit weights that a rank holds beyond its part of them, which the optimizer's state is counted with.
-
-    The engine's weights are those of 32 bits, and products take 16-bit copies: ZeRO-1 and 2, which leave weights
-    whole, leave both whole. Other programs keep the 16-bit ones whole and divide the others.
-    """
-    return held - divided / shards if zero in (1, 2) else 0.0
+def _undivided(layout: Layout, held: float, divided: float, zero: int, shards: int) -> float:
+    """Numbers of 32-bit weights that a rank holds beyond its part of them, which the optimizer's state is counted with:
+    where ZeRO leaves them whole beside the 16-bit copies that products take."""
+    return held - divided / shards if zero and not layout.divides_weights(zero) else 0.0
 
 
 def _tied(layout: Layout, s: int, worker: Worker) -> tuple[float, int, int]:

@@ -15,6 +15,7 @@ from runners.dist_runner import end_process
 from runners.engine.options import Options
 from runners.engine.run import train
 from runners.engine.runnable import check_runnable
+from tests.nightly import at_night
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
@@ -93,6 +94,59 @@ def test_bytes_per_rank_are_those_that_the_planner_counts(reference):
             # Two layers' weights; gradients of a layer, of the one before on its way, and of the tied embedding.
             largest_bytes = 4 * rows[1]
             assert held["passing"] <= (0, 0, 3 * largest_bytes, 5 * largest_bytes)[zero]
+
+
+def in_bf16(problem, **changes):
+    """The problem, trained in 16 bits."""
+    return replace(problem, batch=replace(problem.batch, precision="bf16", **changes))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", *at_night("muon", "adafactor")])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_in_16_bits_32_bit_weights_are_divided(zero, optimizer, tmp_path):
+    """Losses are those of whole 32-bit weights to what 16 bits can tell, the same to the bit after a resumption, and
+    go on under a plan without ZeRO; every rank holds what the planner counts."""
+    problem, plan = one_stage()
+    problem = in_bf16(problem, optimizer=optimizer)
+    whole = run_ranks(run_rank, 3, problem, with_zero(plan, 0), OPTIONS)[0][0]
+    plan = with_zero(plan, zero)
+    straight = run_ranks(run_rank, 3, problem, plan, OPTIONS)
+    options = replace(OPTIONS, checkpoint_dir=tmp_path, resume=True)
+    run_ranks(run_rank, 3, problem, plan, replace(options, steps=3))
+    resumed = run_ranks(run_rank, 3, problem, plan, replace(options, steps=5))[0][0]
+    last = run_ranks(run_rank, 3, problem, with_zero(plan, 0), options)[0][0]
+    assert straight[0][0] == pytest.approx(whole, rel=5e-3)
+    assert (straight[0][0] == whole) == (optimizer == "adafactor" and zero == 1)  # which has no state to divide
+    assert resumed == {step: straight[0][0][step] for step in (3, 4)}
+    assert last == pytest.approx({step: straight[0][0][step] for step in (5, 6)}, rel=5e-3)
+    rows = stage_rows(layer_memory(problem.model, problem.batch), 0, problem.model.layers)
+    expected = breakdown(*rows, in_flight=0, zero=zero, shards=3, batch=problem.batch)
+    for _, held in straight if optimizer == "adamw" else ():
+        assert held["gradients"] == pytest.approx(expected.gradients, abs=8 * problem.model.layers)
+        states = expected.weights + expected.optimizer
+        assert held["weights"] + held["optimizer"] == pytest.approx(states, abs=16 * problem.model.layers)
+
+
+def test_regions_that_train_by_themselves_keep_32_bit_weights_whole():
+    """They send one another differences of these: in 16 bits small ones would be lost."""
+    problem, plan = routed_problem(8)
+    plan = replace(with_zero(plan, 1), local_steps=2)
+    rows = [bucket for found in run_ranks(formats_of, 8, in_bf16(problem), plan, OPTIONS) for bucket in found]
+    assert rows and all(kept == size and name == "float32" for size, kept, name in rows)
+
+
+def formats_of(rank, port, problem, plan, options):
+    """Of every bucket that several share: how many weights it has, how many this rank keeps, and their format."""
+    held = []
+    train(
+        *(problem, plan, rank, "127.0.0.1", port, replace(options, steps=1)),
+        on_loss=end_process, on_start=lambda training: held.append(training),
+    )  # fmt: skip
+    return [
+        (bucket.size, len(bucket.weights), str(bucket.whole_weights.dtype).removeprefix("torch."))
+        for bucket in held[0].buckets
+        if bucket.owners is not None and bucket.owners.near_size > 1
+    ]
 
 
 def test_local_steps_refuse_split_weights():
