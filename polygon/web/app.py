@@ -177,6 +177,11 @@ def _add_page(app: FastAPI) -> None:
     def page() -> Any:
         return FileResponse(static / "index.html", headers={"Cache-Control": "no-cache"})
 
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Any:
+        """None: who opens an answer of the API has the browser ask for one, and say that it is missing."""
+        return Response(status_code=204, headers={"Cache-Control": "public, max-age=31536000"})
+
     @app.get("/assets/{name}", include_in_schema=False)
     async def asset(name: str, request: Request) -> Any:
         path = built.get(name)

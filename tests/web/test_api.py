@@ -440,6 +440,13 @@ def test_scripts_are_sent_compressed_to_those_who_take_it(server):
     assert gzip.decompress(packed).decode() == plain and len(packed) < len(plain) / 2
 
 
+def test_no_browser_misses_an_icon(server):
+    """It asks for one beside every answer that is no page, and says on its console what it did not get."""
+    for method in ("GET", "HEAD"):
+        status, _, body = server.request(method, "/favicon.ico")
+        assert status == 204 and not body
+
+
 def test_every_answer_carries_the_security_headers(server):
     """No inline script, no sniffing, no framing, no CORS; also on errors."""
     for path in ("/", "/api/v1/catalogue", "/nothing", "/api/v1/jobs/none"):
