@@ -178,15 +178,16 @@ def region_sequences(decoder: Decoder, rows: int, sizes: Sequence[int], limit: i
                     yield Allocation(workers=x, micro_batch_size=size)
 
 
-def relays(decoder: Decoder, rows: int, sizes: Sequence[int]) -> Iterator[Allocation]:
+def relays(decoder: Decoder, rows: int, sizes: Sequence[int], limit: int = 6_000) -> Iterator[Allocation]:
     """Two whole regions as first and last stage, and between them every device of one type that is elsewhere: weak
     devices that are spread have many links to either, and pass on what the one between these would take long for.
 
-    The ends, and those between, every pool at a degree or the largest below it; the strongest regions first.
+    The ends, and those between, every pool at a degree or the largest below it. The ends are of the strongest regions,
+    of so many that there are no more than `limit` of all, but of two in any case.
 
     Parameters
     ----------
-    rows, sizes
+    rows, sizes, limit
         As for `region_sequences`.
     """
     pools, region = decoder.problem.cluster.pools, decoder.tables.links.region
@@ -197,8 +198,9 @@ def relays(decoder: Decoder, rows: int, sizes: Sequence[int]) -> Iterator[Alloca
     whole = {degree: _whole(decoder, degree) for degree in sorted({tp for _, tp in decoder.classes})}
     _, power = speed_and_power(decoder, block_rates(decoder, decoder.tables.micro_batch_sizes[0]))
     strongest = [r for r in np.argsort(-power, kind="stable").tolist() if power[r] > 0]
-    for second, first in ((j, i) for j in range(len(strongest)) for i in range(j)):
-        ends = strongest[first], strongest[second]
+    of_two = len(set(names)) * len(whole) ** 2 * len(sizes)
+    count = max(2, int((1 + math.sqrt(1 + 8 * limit / max(1, of_two))) / 2))
+    for ends in itertools.combinations(strongest[:count], 2):
         for name, outer, inner in itertools.product(sorted(set(names)), whole, whole):
             x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
             x[[0, 2]] = whole[outer][list(ends)]

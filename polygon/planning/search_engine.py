@@ -960,9 +960,8 @@ def _starts(
     for size in sizes:
         for x in simple_starts(decoder, rows, size):
             yield Allocation(workers=x, micro_batch_size=size)
-    for sequences in (kind_sequences, region_sequences):
+    for sequences in (kind_sequences, region_sequences, relays):
         yield from itertools.islice(sequences(decoder, rows, sizes, MOST_OF_LENGTH), MOST_SEQUENCES)
-    yield from itertools.islice(relays(decoder, rows, sizes), MOST_SEQUENCES)
 
 
 def _why_not(decoder: Decoder, tried: list[Allocation], nearest: Fitted | None = None) -> Message:
