@@ -202,8 +202,8 @@ class Layout:
         Regions that train by themselves send one another differences of all of them; Adafactor, which keeps next to
         nothing, updates all of them under ZeRO-1.
         """
-        adafactor = self.problem.batch.optimizer == "adafactor"
-        return zero == 3 or (zero > adafactor and self.plan.local_steps == 1)
+        least = 2 if self.problem.batch.optimizer == "adafactor" else 1
+        return zero == 3 or (zero >= least and self.plan.local_steps == 1)
 
     @property
     def gradient_everywhere(self) -> bool:

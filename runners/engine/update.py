@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from polygon_comm.parameter_server import ServerGroup
+from polygon_comm.sharding import Split
 from torch import nn
 
 from polygon.domain.errors import require
@@ -163,10 +164,10 @@ class Update:
 
     def _parts(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Which stretch each member in this region updates."""
-        members = bucket.owners.near_size if bucket.owners is not None and self._divided(bucket) else 1
         # Equal to within one weight, wherever tensors begin: a flat optimizer does not care.
-        borders = [bucket.size * i // members for i in range(members + 1)]
-        return list(itertools.pairwise(borders))
+        owners = bucket.owners.near_ranks if bucket.owners is not None and self._divided(bucket) else (self._rank,)
+        split = Split(bucket.name, tuple(owners), bucket.size)
+        return [(part.start, part.stop) for part in map(split.part, owners)]
 
     def _split(self, bucket: Bucket) -> list[_Piece]:
         mine = bucket.owned_by(self._rank)

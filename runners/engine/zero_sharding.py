@@ -71,13 +71,13 @@ class PartedBucket(Bucket):
 
     @property
     def apart(self) -> bool:
-        """Whether layers have other weights than those that are updated."""
-        return self._whole_weights is not self.weights
+        """Whether layers have weights of their own at all times."""
+        return self.zero < 3 and self._whole_weights is not self.weights
 
     @property
     def weights_bytes(self) -> int:
         """Of the weights that are here between two steps, in whatever formats."""
-        return self.weights.nbytes + (self.whole_weights.nbytes if self.apart and self.zero < 3 else 0)
+        return self.weights.nbytes + (self.whole_weights.nbytes if self.apart else 0)
 
     def put(self, weights: torch.Tensor) -> None:
         """Take new weights, of which all are given."""
@@ -86,15 +86,17 @@ class PartedBucket(Bucket):
             self.whole_weights.copy_(weights)
 
     def updated(self) -> torch.Tensor | None:
-        """All weights as layers have them, with this rank's as they are now."""
+        """All weights as layers have them, with this rank's as they are now; none under ZeRO-3."""
+        if self.zero == 3:
+            return None
         if self.apart:
             self.whole_weights[self._own] = self.weights
         return self.whole_weights
 
     def collect(self, name: str) -> None:
-        """Add a parameter's gradient of a micro-batch to the sum."""
+        """Add a parameter's gradient of a micro-batch to the sum; under ZeRO-2 and 3 a layer's are scattered."""
         parameter, (start, stop, _) = self.parameters[name], self.places[name]
-        if parameter.grad is not None:
+        if self.zero == 1 and parameter.grad is not None:
             self.vector[start:stop] += parameter.grad.reshape(-1)
             parameter.grad = None
 
@@ -122,7 +124,7 @@ class ShardedBucket(PartedBucket):
         self.copies = copies
         self._accelerator = accelerator
         if zero == 3:  # whole weights have memory only while a layer is computed
-            if not self.apart:
+            if self._whole_weights is self.weights:
                 self._keep_part()
             self.drop()
         self.given = self.weights
@@ -134,20 +136,6 @@ class ShardedBucket(PartedBucket):
         self.passing: torch.Tensor | None = None
         """The gradient of the micro-batch whose backward is under way."""
         self._drop_gradient()
-
-    def put(self, weights: torch.Tensor) -> None:
-        """Take new weights, of which all are given."""
-        if self.zero == 3:
-            Bucket.put(self, weights)
-        else:
-            super().put(weights)
-
-    def updated(self) -> torch.Tensor | None:
-        """As of others, but that nobody is given any under ZeRO-3 before a layer is computed."""
-        return None if self.zero == 3 else super().updated()
-
-    def collect(self, name: str) -> None:
-        """Nothing: a layer's gradients are scattered."""
 
     def view(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
         """Of the weights as layers have them, whose memory need not be there now."""
