@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from polygon.api.plans import Plan
 
 
+def nearest_bill(problem: Problem, met: Collection) -> Bill | None:
+    """Of all that a search met, the best, or what exceeds the limits least."""
+    return met.best(problem, STEP_TIME)[0] if met.bills else None
+
+
 def why_none(problem: Problem, met: Collection) -> Message | None:
     """Why a front is empty: what the search says, or what the nearest of all that it met exceeds."""
-    if met.reason is not None or not met.bills:
+    nearest = nearest_bill(problem, met)
+    if met.reason is not None or nearest is None:
         return met.reason
-    nearest, _ = met.best(problem, STEP_TIME)
     return Message("reason.none_found_within_limits", over=over_limits(problem, nearest))
 
 

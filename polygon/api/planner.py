@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polygon.api.choices import METHODS, EffortName, Method, Objective, Status
-from polygon.api.front import Front, why_none
+from polygon.api.front import Front, nearest_bill, why_none
 from polygon.api.inputs import Cluster, Model
 from polygon.api.plans import Plan
 from polygon.api.results import Milestone, Result
@@ -32,7 +32,7 @@ from polygon.planning.efforts import EFFORTS, UNTIL_ROUNDS, times_thorough
 from polygon.planning.exact import find_optimum
 from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.grid_plans import find_grid_plan
-from polygon.planning.objectives import STEP_TIME, objective_named
+from polygon.planning.objectives import objective_named
 from polygon.planning.robust import surest
 from polygon.planning.search_engine import Effort, Found
 from polygon.planning.telling import Tell
@@ -327,7 +327,7 @@ class Problem:
             with_energy=with_energy,
             interrupted=met.interrupted,
             reason=None if points else why_none(data, met),
-            over=met.best(data, STEP_TIME)[0] if met.bills and not points else None,
+            over=None if points else nearest_bill(data, met),
             evaluations=met.evaluations,
             seconds=met.seconds,
             title=f"{data.model.name} on {data.cluster.name}",
