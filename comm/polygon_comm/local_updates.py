@@ -14,7 +14,7 @@ Douillard et al., arXiv:2501.18512 (Streaming DiLoCo): fragments in turn, overla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,7 +34,8 @@ class OuterUpdate:
     ----------
     name : str
     weights : tensor
-        The region's weights; changed in place by the inner optimizer and by `apply`.
+        The region's weights, or those of them that this rank keeps; changed in place by the inner optimizer and by
+        `apply`.
     group : SumGroup
         All holders of the weights.
     fraction : float
@@ -43,6 +44,10 @@ class OuterUpdate:
         Of the tensors that lie in the vector.
     rate, momentum : float
         :math:`\eta` and :math:`\mu`. 1 and 0: plain averaging.
+    part : slice
+        Which of the region's weights this rank keeps.
+    whole : callable, optional
+        Gives a copy of all of them where that is but a part; a collective of the region's holders.
     """
 
     def __init__(
@@ -55,15 +60,19 @@ class OuterUpdate:
         *,
         rate: float,
         momentum: float,
+        part: slice = slice(None),
+        whole: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         self.name, self.weights, self.fraction = name, weights, fraction
-        self.start = weights.clone()
-        self.momentum = torch.zeros_like(weights)
+        self.all_weights = weights.clone if whole is None else whole
+        """A copy of the region's weights."""
+        self.start, self._part = self.all_weights(), part
+        self.momentum = torch.zeros_like(self.start)
         self._group, self._shapes, self._rate, self._decay = group, shapes, rate, momentum
 
     def restart(self) -> None:
         """Take the weights as they are for those that all regions have (after a checkpoint was loaded)."""
-        self.start.copy_(self.weights)
+        self.start.copy_(self.all_weights())
 
     def begin(self, sent: torch.Tensor) -> Pending:
         """Start to average with the other regions; the call of the result ends it. A collective of the group.
@@ -83,13 +92,13 @@ class OuterUpdate:
             self.momentum.mul_(self._decay).add_(delta)
             self.start.sub_(delta.add_(self.momentum, alpha=self._decay), alpha=self._rate)
             # What was trained while the exchange was under way is kept, on top of the new start.
-            self.weights.sub_(sent).add_(self.start)
+            self.weights.sub_(sent[self._part]).add_(self.start[self._part])
 
         return under_way.then(finish)
 
     def begin_now(self) -> Pending:
         """Start to average the weights as they are."""
-        return self.begin(self.weights.clone())
+        return self.begin(self.all_weights())
 
     def apply(self) -> None:
         """Average with the other regions and start anew; a collective of the group."""

@@ -104,6 +104,10 @@ class Bucket:
         """All weights of the bucket, as layers have them."""
         return self.weights
 
+    def all_weights(self) -> torch.Tensor:
+        """All weights as they are updated; a collective of the owners where each keeps a part, then a copy."""
+        return self.weights
+
     def put(self, weights: torch.Tensor) -> None:
         """Take new weights, of which all are given."""
         self.weights.copy_(weights[self.weights_start : self.weights_start + len(self.weights)])

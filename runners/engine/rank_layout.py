@@ -196,15 +196,6 @@ class Layout:
             return 0
         return min([*(self.plan.stages[s].zero for s in stages), 1 if self.keeps_whole else 3])
 
-    def divides_weights(self, zero: int) -> bool:
-        """Whether ZeRO divides the weights that are updated, of 32 bits, where layers have others, of 16 bits.
-
-        Regions that train by themselves send one another differences of all of them; Adafactor, which keeps next to
-        nothing, updates all of them under ZeRO-1.
-        """
-        least = 2 if self.problem.batch.optimizer == "adafactor" else 1
-        return zero == 3 or (zero >= least and self.plan.local_steps == 1)
-
     @property
     def gradient_everywhere(self) -> bool:
         """Whether every rank has the whole model's gradient once it is summed, and so its norm."""

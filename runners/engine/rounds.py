@@ -61,6 +61,8 @@ class Rounds:
                     bucket.group,
                     bucket.fraction,
                     bucket.shapes,
+                    part=slice(bucket.weights_start, bucket.weights_start + len(bucket.weights)),
+                    whole=bucket.all_weights if len(bucket.weights) < bucket.size else None,
                     rate=options.outer_rate,
                     momentum=options.outer_momentum,
                 )
@@ -69,6 +71,11 @@ class Rounds:
         self._under_way: deque[tuple[int, Callable[[], None]]] = deque()
         """Step at whose end an exchange is waited for, and what then ends it."""
         self._stop_heard = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the outer optimizer: the weights that all regions had, and its momentum."""
+        return sum(outer.start.nbytes + outer.momentum.nbytes for outer in self.outer.values())
 
     def alone(self, step: int) -> bool:
         """Whether regions sum the step's gradients each for itself."""
@@ -96,7 +103,7 @@ class Rounds:
         for fragment in range(self._fragments):
             if self._streams and (done - fragment * self._every // self._fragments) % self._every == 0:
                 due = [outer for name, outer in self.outer.items() if self._fragment_of[name] == fragment]
-                begins = [partial(outer.begin, outer.weights.clone()) for outer in due]
+                begins = [partial(outer.begin, outer.all_weights()) for outer in due]
                 if fragment == 0:
                     begins.append(partial(self._begin_stops, stop=stop))
                 self._under_way += [(step + self._overlap, self._line.exchange(begin)) for begin in begins]

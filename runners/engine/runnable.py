@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from polygon.domain.errors import InputError, Phrase, one_of, require
+from polygon.domain.message import Violation
 from polygon.domain.model import Model
 from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Stage, Worker
 from polygon.domain.runtime import POLYGON
@@ -157,6 +158,8 @@ def _check_exchange(problem: Problem, plan: Plan) -> None:
         raise InputError("plan.links: found weight_gradients 'powersgd', expected another packing (with servers)")
     if servers and plan.local_steps > 1:
         raise InputError(f"plan.reduction: found {plan.reduction!r}, expected 'all-reduce' (with local steps)")
+    if plan.local_steps > 1 and not plan.stays_in_regions(problem.cluster):
+        raise InputError(f"plan: {Violation('plan.local_steps_regions', local_steps=plan.local_steps)}")
     if plan.local_steps > 1 and problem.batch.precision == "fp16":
         raise InputError("batch.precision: found 'fp16', expected bf16 or fp32 (local steps have no loss scaling)")
     for s, stage in enumerate(plan.stages if plan.local_steps > 1 or servers else ()):

@@ -448,11 +448,15 @@ class Training:
         with self.log.interval("reduce", "outer step"):
             if not together:
                 if self.rounds.go_on(step, stop=self.stop_requested.is_set()):
-                    self.update.take_weights()
+                    self._take_weights()
                 return near
             self.rounds.meet()
-            self.update.take_weights()
+            self._take_weights()
             return self._agreement.meet(alone=self.alone)
+
+    def _take_weights(self) -> None:
+        # Members share them, which must not be while sums begin: after those that do.
+        self.worker.reducer.line.submit(self.update.take_weights).result()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state between two steps; `passing`: most that were there besides.
@@ -462,7 +466,7 @@ class Training:
         return {
             "weights": sum(bucket.weights_bytes for bucket in self.buckets),
             "gradients": sum(bucket.vector.nbytes for bucket in self.buckets),
-            "optimizer": self.update.state_bytes(),
+            "optimizer": self.update.state_bytes() + self.rounds.held_bytes,
             "passing": self.worker.passing_bytes,
         }
 

@@ -7,7 +7,7 @@ hands it to the others.
 Muon and Adafactor need whole matrices. Muon's momentum is split as AdamW's state is; then the members share the
 directions, in the 16 bits in which they are made orthogonal, and each makes those matrices orthogonal of which it
 updates some rows (Liu et al., arXiv:2502.16982, algorithm 1). Adafactor keeps next to nothing: every member has the
-state of whole matrices and updates all that it holds.
+state of whole matrices and updates all of them.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Update:
 
     def _divided(self, bucket: Bucket) -> bool:
         """Whether the members in this region update parts."""
-        return bucket.zero > (1 if self._factored else 0) and bucket.owners is not None
+        return bucket.zero > 0 and bucket.owners is not None
 
     def _share(self, bucket: Bucket, vector: torch.Tensor) -> None:
         """Fill in what other members updated."""
@@ -216,7 +216,7 @@ class Update:
         if options.clip_norm is not None and norm * factor > options.clip_norm:
             factor *= options.clip_norm / (norm * factor)
         rate = options.rate.at(step)
-        for piece in self._pieces:
+        for piece in self._pieces if not self._factored else ():
             piece.fetch_gradient(factor)
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
@@ -226,7 +226,7 @@ class Update:
             if self._in_muon(bucket):
                 self._take_orthogonal_step(bucket, rate)
             elif self._adafactor is not None:
-                self._take_factored_step(self._adafactor, bucket, rate)
+                self._take_factored_step(self._adafactor, bucket, rate, factor)
         self._take_average()
         for piece in self._pieces:
             piece.return_weights()
@@ -263,13 +263,14 @@ class Update:
                 piece.parameter[a - piece.start : b - piece.start] += part.to(piece.parameter.device)
 
     @torch.no_grad()
-    def _take_factored_step(self, optimizer: torch.optim.Adafactor, bucket: Bucket, rate: float) -> None:
-        """Adafactor on a bucket; a collective (ZeRO-2 and 3, parameter servers, TP)."""
-        gradient, weights = self._all_of(bucket, bucket.vector), self._all_of(bucket, bucket.weights)
-        if isinstance(bucket.group, ServerGroup) or self._divided(bucket):
+    def _take_factored_step(self, optimizer: torch.optim.Adafactor, bucket: Bucket, rate: float, factor: float) -> None:
+        """Adafactor on a bucket, whose gradient is to be taken times a factor; a collective (ZeRO, servers, TP)."""
+        gradient, weights = bucket.vector.mul_(factor), bucket.all_weights()
+        if len(gradient) < bucket.size:
+            gradient = gradient.new_zeros(bucket.size)
+            gradient[bucket.vector_start : bucket.vector_start + len(bucket.vector)] = bucket.vector
+        if isinstance(bucket.group, ServerGroup) or gradient is not bucket.vector:
             self._share(bucket, gradient)
-        if len(bucket.weights) < bucket.size:
-            self._share(bucket, weights)
         for group in optimizer.param_groups:
             group["lr"] = rate
         for name, (start, stop, shape) in bucket.places.items():
@@ -283,15 +284,6 @@ class Update:
             whole.grad, whole.data = None, whole.data.new_empty(0)
         if weights is not bucket.weights:
             bucket.put(weights)
-
-    def _all_of(self, bucket: Bucket, vector: torch.Tensor) -> torch.Tensor:
-        """A vector as long as the bucket from the held part of one; that vector itself where it is whole."""
-        if len(vector) == bucket.size:
-            return vector
-        whole = torch.zeros(bucket.size, dtype=vector.dtype, device=vector.device)
-        start = bucket.weights_start if vector is bucket.weights else bucket.vector_start
-        whole[start : start + len(vector)] = vector
-        return whole
 
     @torch.no_grad()
     def _take_average(self) -> None:
@@ -311,15 +303,17 @@ class Update:
         return sum(state[key].nbytes for state in states for key in self._keys if key in state)
 
     def take_weights(self) -> None:
-        """Let the optimizer see weights that were changed by others."""
+        """Let the optimizer see weights that were changed by others, and layers where theirs are apart; a collective
+        there."""
         for piece in self._pieces:
             piece.take_weights()
+        for bucket in self.buckets:
+            if (weights := bucket.updated()) is not None and weights is not bucket.weights:
+                self._share(bucket, weights)
 
     def state(self, bucket: Bucket, more: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
         """Weights, optimizer state and more vectors of a bucket by parameter, uncut; a collective (ZeRO-1, TP)."""
-        weights = self._all_of(bucket, bucket.weights)
-        if len(bucket.weights) < bucket.size:
-            self._share(bucket, weights)
+        weights = bucket.all_weights()
         flat: dict[str, torch.Tensor] = {"value": weights} | dict(more)
         keys = {name: self._kept(bucket, name) if self.applied else () for name in bucket.places}
         # Every member takes part in every sharing, also one that updates nothing of this bucket.

@@ -247,7 +247,7 @@ class StageWorker:
         bucket: Bucket
         common, device = (name, parameters, sum_group, tp_sums, dims), self.wires.device
         divided = zero if sum_group is not None and owners is not None and owners.near_size > 1 else 0
-        parts = self.layout.divides_weights(divided) and (divided == 3 or not self._own)
+        parts = divided == 3 or (divided > 0 and not self._own)
         dtype = self.dtype if parts else torch.float32
         if divided >= 2:
             assert owners is not None

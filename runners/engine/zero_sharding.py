@@ -69,6 +69,16 @@ class PartedBucket(Bucket):
         """All weights of the bucket, as layers have them."""
         return self._whole_weights
 
+    def all_weights(self) -> torch.Tensor:
+        """All weights as they are updated; a collective of the owners where each keeps a part, then a copy."""
+        if len(self.weights) == self.size:
+            return self.weights
+        found = self.weights.new_zeros(self.size)
+        found[self._own] = self.weights
+        assert self.owners is not None
+        self.owners.share_parts(found, [(part.start, part.stop) for part in map(self.split.part, self.split.owners)])
+        return found
+
     @property
     def apart(self) -> bool:
         """Whether layers have weights of their own at all times."""

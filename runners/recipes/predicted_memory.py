@@ -22,8 +22,6 @@ from runners.engine.options import Options
 from runners.engine.rank_layout import AHEAD_BYTES, FEWEST_AHEAD, Layout
 
 MEASURED = "tensor-bytes-{}.json"
-MASTER_BYTES = 4
-"""Of a weight in the format in which it is updated."""
 
 
 def predicted_peaks(problem: Problem, plan: Plan, steps: int | None = None) -> dict[int, MemoryBreakdown]:
@@ -116,22 +114,16 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
         passing = _passing(problem, layers, stage.zero, worker.tp, shards, whole=0.0 if tied_zero >= 2 else tied)
         layers = replace(layers, transient_bytes=layers.transient_bytes + passing)
     held, _, *rest = stage_rows(layers, stage.first_layer, stage.last_layer)
-    divided, own, less = rest[2], (stage.zero, shards), (tied_zero, tied_shards)
+    own, less = (stage.zero, shards), (tied_zero, tied_shards)
 
-    peak = breakdown(held, 0.0, *rest, in_flight=1.0, zero=stage.zero, shards=shards, batch=batch, context_bytes=0.0)
+    peak = breakdown(
+        *(held, 0.0, *rest), in_flight=1.0, zero=stage.zero, shards=shards, batch=batch, context_bytes=0.0,
+        outer=plan.local_steps > 1,
+    )  # fmt: skip
     peak = divided_less(peak, tied, batch, own, less)
-    if batch.element_bytes < MASTER_BYTES:
-        whole = _undivided(layout, held - tied, divided - tied, *own) + _undivided(layout, tied, tied, *less)
-        peak = replace(peak, weights=peak.weights + MASTER_BYTES * whole)
     # What is sent to the next stage stays until its gradient comes.
     sent = _message_bytes(problem, plan, worker) / (way.tp if way.sequence else 1)
     return replace(peak, activations=peak.activations + (sent if s + 1 < len(plan.stages) else 0.0))
-
-
-def _undivided(layout: Layout, held: float, divided: float, zero: int, shards: int) -> float:
-    """Numbers of 32-bit weights that a rank holds beyond its part of them, which the optimizer's state is counted with:
-    where ZeRO leaves them whole beside the 16-bit copies that products take."""
-    return held - divided / shards if zero and not layout.divides_weights(zero) else 0.0
 
 
 def _tied(layout: Layout, s: int, worker: Worker) -> tuple[float, int, int]:

@@ -64,6 +64,20 @@ def test_weights_of_32_bits_are_there_beside_their_copies(zeros):
         assert predicted[rank].weights + predicted[rank].optimizer == pytest.approx(held, rel=1e-3, abs=1000)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_regions_that_train_by_themselves_hold_the_weights_of_the_last_meeting(zero):
+    """And the outer optimizer's momentum, both of 32 bits and whole; ZeRO divides what the region updates."""
+    problem, plan = two_stages((0, 0), [[0, 0]] * 4, "bf16")
+    problem = replace(problem, cluster=small_cluster(2, 2))
+    plan = small_plan(problem.cluster, [(0, 6)], [[0, 1, 2, 3]], [[0], [1], [2], [3]])
+    plan = replace(plan, stages=(replace(plan.stages[0], zero=zero),), local_steps=2)
+    tables, predicted = CostTables(problem), predicted_peaks(problem, plan)
+    planned = worker_memory(plan, tables, tables.placement(plan))
+    for rank, held in enumerate(run_ranks(bytes_of_states, 4, problem, plan)):
+        for said in (predicted[rank], planned[rank]):
+            assert said.weights + said.optimizer == pytest.approx(held, rel=1e-3, abs=1000)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_blocks_that_are_not_recomputed_keep_all(recompute):
     """Of two equal blocks, one recomputed: half of what none and both keep, and what the planner says."""

@@ -102,6 +102,7 @@ def test_a_shared_embedding_is_cut_alike_with_local_steps_and_servers(changes):
         ({}, {"recompute": "half"}, "plan: stage 1: .*half"),
         ({"reduction": "gossip"}, {}, "plan: .*gossip"),
         ({"local_steps": 0}, {}, "plan: .*0"),
+        ({"local_steps": 2}, {}, "plan: local_steps 2: not every region holds a whole pipeline"),
         (
             {"links": (LinkUse(source=0, target=1, activations="zip"),)},
             {},
