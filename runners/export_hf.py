@@ -146,7 +146,7 @@ def write_weights(weights: SavedWeights | MergedWeights, kind: str, folder: Path
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    from polygon.formats.files import write_json
+    from polygon.formats.files import usual_mode, write_json
 
     to, model = getattr(torch, DTYPES[dtype]), weights.model
     wanted = tensors_of(model, weights.shapes, kind)
@@ -161,6 +161,7 @@ def write_weights(weights: SavedWeights | MergedWeights, kind: str, folder: Path
     for file, names in split.filename_to_tensors.items():
         held = {name: put_together(wanted[name], lambda part: weights.tensor(part).to(to)) for name in names}
         save_file(held, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(usual_mode())
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index)

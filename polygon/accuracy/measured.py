@@ -6,8 +6,9 @@ Rows of other collections (`polygon.accuracy.foreign_rows`) are put into these f
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,6 +70,8 @@ class MeasuredRun:
     """Name of the model in a profile file."""
     measurements: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Every measurement of time and memory, where the configuration was measured more than once."""
+    misspelt: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the row that were not read, and the one that each may stand for: nearly its name, and not given."""
 
     @property
     def model(self) -> Model:
@@ -114,10 +117,38 @@ class MeasuredRun:
         return plain and self.plan.chunks == 1 and not self.model.experts and self.batch.precision in ("fp32", "tf32")
 
 
+NEAR = 0.9
+"""How alike a name is to one that it may be meant for (`difflib`): one letter in ten left out or other."""
+
+
 def row_runtime(row: Mapping[str, Any]) -> Runtime:
     """The program of a row, with the switches that the row sets."""
     spec: RuntimeSpec = check(RuntimeSpec, {**(row.get("switches") or {}), "name": row["runtime"]})
     return runtime_from_spec(spec)
+
+
+class _Asked(dict[str, Any]):
+    """A row that knows which fields it was asked for."""
+
+    def __init__(self, row: Mapping[str, Any], names: set[str] | None = None) -> None:
+        super().__init__(row)
+        self.names = set[str]() if names is None else names
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field, as of any mapping."""
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def misspelt(row: Mapping[str, Any], known: Iterable[str]) -> dict[str, str]:
+    """Fields of a row that are none of the known ones but nearly one that it does not give, and that one."""
+    missing = [name for name in known if row.get(name) is None]
+    near = {name: difflib.get_close_matches(name, missing, n=1, cutoff=NEAR) for name in row.keys() - set(known)}
+    return {name: found[0] for name, found in sorted(near.items()) if found}
 
 
 def plan_runs(data: Mapping[str, Any], runtime: Runtime | None = None) -> list[MeasuredRun]:
@@ -129,7 +160,7 @@ def plan_runs(data: Mapping[str, Any], runtime: Runtime | None = None) -> list[M
         For a row that is none: where, what was found, what is allowed.
     """
     runs = []
-    for i, row in enumerate(check(PlanRunsSpec, data).rows):
+    for i, (row, given) in enumerate(zip(check(PlanRunsSpec, data).rows, data["rows"], strict=True)):
         with located(f"rows[{i}]: "):
             problem, plan, _ = plan_from_spec(row.plan)
             said = problem.runtime if row.runtime is None else row_runtime(row.model_dump())
@@ -143,6 +174,7 @@ def plan_runs(data: Mapping[str, Any], runtime: Runtime | None = None) -> list[M
                 step_s=row.measured_step_s,
                 memory_bytes=None,
                 device_label="+".join(sorted(used)),
+                misspelt=misspelt(given, type(row).model_fields),
             )
         )
     return runs
@@ -156,6 +188,7 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
     NotExpressibleError
         With the reason, where the row lacks what a prediction needs or uses what the model does not have.
     """
+    row = asked = _Asked(row)
     if not row.get("predictable", True):
         raise NotExpressibleError(f"marked as not predictable: {row.get('notes') or 'no reason given'}")
     shape = () if row.get("model") else ("layers", "hidden_size", "attention_heads")
@@ -165,7 +198,7 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
     for key in MEASURED:
         if row.get(key):
             require_number(row[key], key, above=0)
-    row = in_our_fields(row)
+    row = _Asked(in_our_fields(row), asked.names)
     for key in WHOLE:
         value = row.get(key) or 1
         require(isinstance(value, int | float) and value >= 1 and value % 1 == 0, key, value, "a whole number >= 1")
@@ -204,7 +237,7 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
     memory = row.get("measured_memory_gigabytes")
     counts = str(row.get("memory_counts") or "process")
     require(counts in COUNTS, "memory_counts", counts, " or ".join(COUNTS))
-    return MeasuredRun(
+    found = MeasuredRun(
         identifier=str(row.get("id")),
         dataset=str(row.get("dataset")),
         problem=problem,
@@ -215,6 +248,7 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
         calibration=str(row.get("dataset")).startswith("mosaicml") and gpus <= 8,
         device_label=str(row.get("gpu_type") or row["device"]),
     )
+    return replace(found, misspelt=misspelt(asked, asked.names))
 
 
 def _step_s(row: Mapping[str, Any], global_batch: int) -> float | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -66,17 +67,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.dataset:
         runs = [run for run in runs if run.dataset in args.dataset]
     rows, more = predicted(runs, profiles)
-    skipped += more
+    skipped, doubtful = skipped + more, doubts(runs)
     if not rows:
         raise InputError(f"{', '.join(args.files)}: found no run that can be predicted ({_reasons(skipped)})")
-    report = report_of(rows, skipped, args.by)
+    report = report_of(rows, skipped, args.by) | {"doubtful": doubtful}
     if args.errors:
         files.write_text(args.errors, format_yaml(measured_errors(runs, rows)))
     if args.plot:
         plot(rows, args.plot)
     if args.update:
         update(args.update, markdown(rows))
-    cli.emit(report, text_of(rows, skipped, args.by), as_json=args.json)
+    cli.emit(report, "\n".join([text_of(rows, skipped, args.by), *listed("doubtful", doubtful)]), as_json=args.json)
     return cli.EXIT_OK
 
 
@@ -120,6 +121,7 @@ def read_runs(
         for number, row in enumerate(listed):
             if not isinstance(row, Mapping):
                 raise InputError(f"{path}: rows[{number}]: found {type(row).__name__}, expected an object")
+            row = {**row, "id": row.get("id") or f"rows[{number}]"}
             try:
                 runs.append(published_run(row, runtime))
             except NotExpressibleError as error:
@@ -131,6 +133,19 @@ def read_runs(
             except (ValueError, TypeError) as error:
                 skipped.append({"id": str(row.get("id")), "reason": f"{type(error).__name__}: {error}"})
     return runs, skipped
+
+
+def doubts(runs: Sequence[MeasuredRun]) -> list[dict[str, str]]:
+    """What may be wrong with runs that were read: names of fields that are nearly known ones, ids that come twice."""
+    found = []
+    times = Counter((run.dataset, run.identifier) for run in runs)
+    for run in runs:
+        for name, meant in run.misspelt.items():
+            found.append({"id": run.identifier, "reason": f"{name} is not read: is {meant} meant?"})
+    for (dataset, identifier), count in times.items():
+        if count > 1:
+            found.append({"id": identifier, "reason": f"{count} runs of {dataset} have this id; each counts"})
+    return found
 
 
 def predicted(runs: Sequence[MeasuredRun], profiles: Sequence[ModelProfile]) -> tuple[list[Row], list[dict[str, str]]]:
@@ -210,10 +225,13 @@ def text_of(rows: Sequence[Row], skipped: Sequence[Mapping[str, str]], by: str =
         table = broken_down(rows, lambda row, c=calibration: row.calibration == c, by)  # type: ignore[misc]
         if table:
             lines += ["", *_table(title, table)]
-    if skipped:
-        lines += ["", f"skipped: {len(skipped)}"]
-        lines += [f"  {entry['id']}: {entry['reason']}" for entry in skipped]
-    return "\n".join(lines)
+    return "\n".join([*lines, *listed("skipped", skipped)])
+
+
+def listed(title: str, entries: Sequence[Mapping[str, str]]) -> list[str]:
+    """Lines that say of which runs there is something to say."""
+    lines = [f"  {entry['id']}: {entry['reason']}" for entry in entries]
+    return ["", f"{title}: {len(entries)}", *lines] if entries else []
 
 
 def _table(title: str, table: Mapping[str, Mapping[str, Accuracy]]) -> list[str]:

@@ -143,7 +143,7 @@ def _replace(target: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else usual_mode()
         Path(temporary).chmod(mode)
         Path(temporary).replace(target)
     except BaseException:
@@ -152,10 +152,11 @@ def _replace(target: Path, text: str) -> None:
         raise
 
 
-def _umask() -> int:
+def usual_mode() -> int:
+    """Who may read and write a new file, as the user's umask says: what is renamed into place has other rights."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    return 0o666 & ~mask
 
 
 def read_yaml(path: PathLike) -> Any:

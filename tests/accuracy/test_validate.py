@@ -677,3 +677,31 @@ def test_measurements_that_are_none_are_told_in_one_line(option, name, change, m
     assert cli.run(validate.main, [str(MEASURED / "plan_runs.json"), option, str(file)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"{file}: {message}") and error.count("\n") == 1
+
+
+def test_fields_that_are_nearly_known_and_ids_that_come_twice_are_told(tmp_path, capsys):
+    """A misspelt field of a row would fall back to what is assumed without it, and nobody would know."""
+    row, plans = (json.loads((MEASURED / f"{name}_runs.json").read_text("utf-8")) for name in ("published", "plan"))
+    row = next(r for r in row["rows"] if r.get("zero_stage") and r.get("measured_iteration_time_s"))
+    wrong = {"zero_stag" if key == "zero_stage" else key: value for key, value in row.items()}
+    (tmp_path / "runs.json").write_text(json.dumps([row, wrong, {**row, "id": None, "zero": 1}]), "utf-8")
+    step = plans["rows"][0] | {"runtimes": "polygon"}
+    step.pop("runtime")
+    (tmp_path / "plans.json").write_text(json.dumps(plans | {"rows": [step]}), "utf-8")
+    files = [str(tmp_path / name) for name in ("runs.json", "plans.json")]
+    expected = [
+        {"id": row["id"], "reason": "zero_stag is not read: is zero_stage meant?"},
+        {"id": step["id"], "reason": "runtimes is not read: is runtime meant?"},
+        {"id": row["id"], "reason": f"2 runs of {row['dataset']} have this id; each counts"},
+    ]
+    assert validate.main([*files, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["doubtful"] == expected and "rows[2]" in {one["id"] for one in found["rows"]}
+    assert validate.main(files) == 0
+    assert "doubtful: 3\n" in capsys.readouterr().out
+
+
+def test_no_shipped_row_is_doubtful():
+    """Fields that only their collections have are no misspelt ones."""
+    paths = [str(MEASURED / f"{name}_runs.json") for name in ("published", "collected", "megatron", "plan")]
+    assert not validate.doubts(validate.read_runs(paths)[0])

@@ -114,6 +114,13 @@ def transformers_loop(folder, job):
     return losses, model.eval()
 
 
+def assert_readable(folder):
+    """By whomever a new file is: safetensors gives its own to their writer alone."""
+    (folder / "new").touch()
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    (folder / "new").unlink()
+
+
 def test_a_run_from_hugging_face_and_back(base, corpus, tmp_path, capsys):
     """Tensor, context, expert and pipeline degrees, ZeRO-3, stopped and resumed under another plan: the losses of
     transformers and, exported, its logits, to 1e-4. Each rank reads no more weights than it holds; a folder and a
@@ -133,6 +140,7 @@ def test_a_run_from_hugging_face_and_back(base, corpus, tmp_path, capsys):
     assert export_hf([str(tmp_path), "-o", str(tmp_path / "out"), "--base", str(base), "--shard-size", "40KB"]) == 0
     assert "step 6" in capsys.readouterr().out
     check_weights(tmp_path / "out", read_model(base))
+    assert_readable(tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.randint(0, 256, (2, 24))
     with torch.no_grad():
@@ -321,6 +329,7 @@ def test_additions_are_trained_by_plans_and_read_by_peft(corpus, tmp_path, capsy
     arguments = [str(tmp_path), "--base", str(tmp_path / "base")]
     assert export_hf([*arguments, "-o", str(tmp_path / "early"), "--step", "3"]) == 0
     assert export_hf([*arguments, "-o", str(tmp_path / "adapter")]) == 0
+    assert_readable(tmp_path / "adapter")
     assert export_hf([*arguments, "-o", str(tmp_path / "merged"), "--merge"]) == 0
     problem, _ = problem_and_plan(job)
     samples, _ = training_and_held_out(problem.model, 16, SEED, data_of(job))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
+from polygon.formats.files import usual_mode
 from runners.engine.additions import Additions, lora_layers
 from runners.engine.architectures import architecture_of
 from runners.recipes.recipe_schema import LoraPart
@@ -97,6 +98,7 @@ def save_adapter(
     )
     config.save_pretrained(str(folder))
     save_file({names[name][0][0]: tensor.contiguous() for name, tensor in held.items()}, folder / TENSORS)
+    (folder / TENSORS).chmod(usual_mode())
 
 
 def read_adapter(model: Model, part: Additions, folder: Path) -> dict[str, torch.Tensor]:
