@@ -15,6 +15,7 @@ import numpy as np
 
 from polygon.domain.cluster import EVERY_REGION, Cluster, Pool
 from polygon.domain.errors import one_of, require, require_number
+from polygon.domain.message import Message
 from polygon.domain.model import Batch, Model, check_sequence
 from polygon.domain.runtime import POLYGON, Runtime
 
@@ -113,8 +114,11 @@ class Problem:
         limits = self.constraints
         regions = sorted({region.name for region in self.cluster.regions})
         named = [(label, getattr(limits, label)) for label in REGION_LISTS]
+        most = self.model.layers
+        expected = Message("expected.stage", most=most, last=most - 1)
         for i, rule in enumerate(limits.stage_rules):
             where = f"stage_rules[{i}]"
+            require(-most <= rule.stage < most, f"{where}.stage", rule.stage, expected)
             named += [(f"{where}.only_regions", rule.only_regions), (f"{where}.never_regions", rule.never_regions)]
         named.append(("egress_bytes_per_step", [name for name in limits.egress_bytes_per_step if name != EVERY_REGION]))
         for label, names in named:
