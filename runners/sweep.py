@@ -41,7 +41,7 @@ from polygon.formats.files import make_folder, write_text
 from polygon.grid3d.spread import BACKENDS, spread
 from runners.sweeps import best_known
 from runners.sweeps import sweep_summary as report
-from runners.sweeps.suites import SUITES, Suite, suite
+from runners.sweeps.suites import SUITES, Suite, check_files, suite
 from solvers.stop import MaxEvaluations, Target, TimeLimit
 
 BOUND = "bound"
@@ -252,6 +252,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run a sweep and report it."""
     args = _parser().parse_args(argv)
+    check_files(args.suite, args.files)
     chosen = _suite(args.suite, tuple(args.files))
     out = Path(args.out or Path("sweeps") / args.suite)
     where = {"backend": args.backend, "scheduler": args.scheduler, "jobs": args.workers or -1, "lot": LOT}

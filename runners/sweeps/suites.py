@@ -15,7 +15,7 @@ from benchmarks.rivals.dtfm import DtfmProblem, PathAnnealing, scenario_from_doc
 from benchmarks.rivals.ptafm import AntProblem, GeneticProblem, centers_from_document
 from benchmarks.rivals.sailor import setups_from_document
 from benchmarks.rivals.sailor_search import ScoreCandidates, ScoreDecoder
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, Phrase, require
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.formats import catalogue
@@ -82,6 +82,19 @@ def suite(name: str, files: list[str]) -> Suite:
     if name not in makers:
         raise InputError(f"suite: found {name!r}, expected one of {sorted(makers)}")
     return makers[name](files)
+
+
+def check_files(name: str, files: list[str]) -> None:
+    """Require that the user's files can be read, and that their names are those of no other instances."""
+    taken = set(suite(name, []).instances)
+    for file in files:
+        both = suite(name, [file]).instances
+        new = both.keys() - taken
+        # One that is called as another would stand in its place, beside what is known of that one.
+        require(len(new) > 0, "files", Phrase(file), "another name: there is an instance of this one")
+        for instance in new:
+            both[instance]()
+        taken |= new
 
 
 SUITES = ("dtfm", "ptafm", "sailor", "regional", "world", "large", "study", "native", "ablation")

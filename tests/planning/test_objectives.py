@@ -274,7 +274,10 @@ def test_egress_cap_is_kept_and_a_cap_of_zero_keeps_the_plan_at_home():
         ({"forbidden_devices": ("h100",)}, "forbidden_devices: found 'h100'"),
         ({"stage_rules": (StageRule(stage=0, only_regions=("r9",)),)}, r"stage_rules\[0\].only_regions: found 'r9'"),
         ({"egress_bytes_per_step": {"r9": 1.0}}, "egress_bytes_per_step: found 'r9'"),
-        ({"stage_rules": (StageRule(stage=9),)}, r"\[0\].stage: found 9, expected a stage from -8 to 7: the model has 8"),
+        (
+            {"stage_rules": (StageRule(stage=9),)},
+            r"\[0\].stage: found 9, expected a stage from -8 to 7: the model has 8",
+        ),
         ({"stage_rules": (StageRule(stage=-9),)}, r"stage_rules\[0\].stage: found -9"),
         ({"most_usd_per_step": 0.0}, "most_usd_per_step: found 0.0, expected a number > 0"),
         ({"most_stages": 0}, "most_stages: found 0"),

@@ -135,6 +135,30 @@ def test_wrong_names_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "out").exists()
 
 
+def test_files_are_read_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is missing or empty ended a sweep midway; one called as a shipped instance took its place, and its best
+    known value."""
+    shipped = next((Path(__file__).parents[2] / "instances" / "ptafm").glob("*.json"))
+    empty, same, own, again = (tmp_path / name for name in ("e.json", shipped.name, "own.json", "more/own.json"))
+    empty.touch()
+    again.parent.mkdir()
+    for path in (same, own, again):
+        path.write_text(shipped.read_text())
+    for files, said in (
+        ([tmp_path / "none.json"], "none.json: found no such file"),
+        ([own, empty], "e.json: found an empty file"),
+        ([same], f"files: found {same}, expected another name"),
+        ([own, again], f"files: found {again}, expected another name"),
+    ):
+        arguments = ["ptafm", *map(str, files), "-o", str(tmp_path / "out")]
+        assert cli.run(sweep.main, arguments) == cli.EXIT_BAD_INPUT
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    arguments = ["--instances", "own-genetic", "--methods", "restarts", "--seeds", "1", "--evaluations", "20"]
+    assert sweep.main(["ptafm", str(own), *arguments, "--no-plots", "-o", str(tmp_path / "out")]) == 0
+    assert {row["instance"] for row in rows_of(tmp_path / "out")} == {"own-genetic"}
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file in its place, or none that may be made: said before anything is run."""
     (tmp_path / "file").touch()
