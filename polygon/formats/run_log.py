@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from polygon.domain.errors import fault
@@ -29,6 +31,15 @@ def rank_log(directory: Path, rank: int) -> Path:
 def line_of(name: str, line: int) -> Message:
     """A line of a log, from 1, as the place of a fault."""
     return Message("input.line_of", file=name, line=line)
+
+
+def usual_step_s(seconds: Sequence[float]) -> float:
+    """Median of the steps of a run (at least one) without the first, which opens connections and warms caches.
+
+    Regions that only exchange gradients lead by turns, and steps alternate: two in a row are taken together.
+    """
+    steady = seconds[1:] or seconds
+    return median((a + b) / 2 for a, b in pairwise(steady)) if len(steady) > 1 else steady[0]
 
 
 class LogFollower:

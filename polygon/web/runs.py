@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +31,7 @@ from polygon.export.chrome_trace import Interval
 from polygon.export.measured import compare, intervals_of, intervals_of_logs, whole_steps
 from polygon.export.predicted import predicted_intervals
 from polygon.formats import files
-from polygon.formats.run_log import LogFollower, log_lines, rank_log
+from polygon.formats.run_log import LogFollower, log_lines, rank_log, usual_step_s
 from polygon.formats.serialization import check_text
 from polygon.messages.report import layer_span
 from polygon.web.deploy import OWNER, owner_of
@@ -175,12 +174,10 @@ class Follower:
         return (self._log is not None and self._log.skipped > 0) or any(self.place.path.glob("*trace*.json"))
 
     def median_step_s(self) -> float | None:
-        """Measured step without the first, which opens connections; steps that alternate are taken two by two."""
+        """Measured step (`usual_step_s`); None before the first."""
         with self._lock:
-            seconds = list(self.seconds[1:] or self.seconds)
-        if len(seconds) < 2:
-            return seconds[0] if seconds else None
-        return median((a + b) / 2 for a, b in pairwise(seconds))
+            seconds = list(self.seconds)
+        return usual_step_s(seconds) if seconds else None
 
     def last_loss(self) -> float | None:
         """Of the last step; None where there is none, or no number."""

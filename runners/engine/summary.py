@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +14,7 @@ from polygon.domain.schedule import worker_order
 from polygon.export.chrome_trace import chrome_trace
 from polygon.export.measured import intervals_of_logs
 from polygon.formats.files import write_json
-from polygon.formats.run_log import log_lines
+from polygon.formats.run_log import log_lines, usual_step_s
 from polygon.formats.serialization import format_json
 from runners.engine.metrics import VALIDATION, StepFigures
 
@@ -84,12 +83,8 @@ def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
     write_steps(path, steps)
     if not steps:
         return {"steps": 0, "log": str(path)}
-    # The first step opens connections and warms caches.
-    steady = steps[1:] or steps
-    # Regions that only exchange gradients lead by turns, and steps alternate: two in a row are taken together.
-    seconds = [step["seconds"] for step in steady]
-    step_s = median((a + b) / 2 for a, b in pairwise(seconds)) if len(seconds) > 1 else seconds[0]
-    last = steps[-5:]
+    step_s = usual_step_s([step["seconds"] for step in steps])
+    steady, last = steps[1:] or steps, steps[-5:]
     return {
         "steps": len(steps),
         "first_loss": steps[0]["loss"],
