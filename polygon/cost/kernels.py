@@ -166,7 +166,7 @@ class Silicon(NamedTuple):
     unaligned: float
     """What is left of that when a dimension is no multiple of eight elements, so that matrix units stand idle."""
     peak_flops_16: float
-    """Of 16-bit formats, in which attention is computed when the linear layers use 8 bits."""
+    """In which attention is computed: of 16-bit formats where the linear layers use 8 bits, else of the precision."""
     grouped: bool = False
     """Whether torch has one kernel for products of several weights."""
 
@@ -219,7 +219,7 @@ def _silicon(
         efficiency=efficiency,
         gemm=gemm,
         unaligned=unaligned if efficiency.unaligned is None else efficiency.unaligned,
-        peak_flops_16=min(peak, peak_16),
+        peak_flops_16=min(peak, peak_16) if element_bytes == 1 else peak,
         grouped=grouped,
     )
 

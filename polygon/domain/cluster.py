@@ -20,6 +20,8 @@ from polygon.domain.errors import Phrase, fault, one_of, require, require_number
 from polygon.domain.message import Message
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
+OTHERWISE = {"fp16": ("fp16", "bf16"), "bf16": ("bf16", "fp16"), "fp8": ("fp8", "bf16", "fp16")}
+"""Precisions whose peak stands for one that a device is not said to have, in the order of preference; else fp32's."""
 CPU_ARCHITECTURES = ("x86", "arm", "cpu")
 EVERY_REGION = "*"
 """In constraints by region: every one that is not named."""
@@ -60,9 +62,9 @@ class Device:
         return self.architecture in CPU_ARCHITECTURES
 
     def peak_flops(self, precision: str) -> float:
-        """Dense peak [FLOP/s]; what a device does not have, fp8 or bf16, is taken as what the runtime
-        uses there, bf16 or fp16."""
-        for candidate in {"bf16": ("bf16", "fp16"), "fp8": ("fp8", "bf16", "fp16")}.get(precision, (precision,)):
+        """Dense peak [FLOP/s]; fp8 that a device does not have is what the runtime uses there, and the 16-bit format
+        that nobody gives is as fast as the other."""
+        for candidate in OTHERWISE.get(precision, (precision,)):
             if candidate in self.flops:
                 return self.flops[candidate]
         return self.flops["fp32"]

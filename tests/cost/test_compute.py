@@ -389,6 +389,22 @@ def test_a_device_without_8_bit_products_makes_16_bit_ones():
     assert seconds("h100-sxm", "fp8") < 0.9 * seconds("h100-sxm", "bf16")
 
 
+@pytest.mark.parametrize(("given", "precision"), [("bf16", "bf16"), ("fp16", "bf16"), ("bf16", "fp16")])
+def test_a_card_that_gives_one_16_bit_peak_computes_everything_at_it(given, precision):
+    """Products and attention alike, whichever of both formats the data sheet names."""
+    both = replace(A100, flops={"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12})
+    one = replace(A100, flops={"fp32": 19.5e12, given: 312e12})
+    batch = Batch(global_batch=8, seq_len=8192, precision=precision)
+    times = [layer_times(gpt(), batch, card, NVLINK, micro_batch_size=2) for card in (one, both)]
+    np.testing.assert_array_equal(times[0].forward_s, times[1].forward_s)
+    np.testing.assert_array_equal(times[0].backward_s, times[1].backward_s)
+
+
+def test_a_processor_slow_in_16_bits_attends_in_32_at_its_own_rate():
+    """Attention is computed in the precision of the batch."""
+    assert silicon(catalogue.device("cpu-core"), "fp32").peak_flops_16 == catalogue.device("cpu-core").flops["fp32"]
+
+
 def test_casts_by_kernels_of_their_own_cost_more():
     """As an H200 took for a block of GPT-3 1.3B by them: 4.2 ms, where one kernel does it in 0.7."""
     model, link, h200 = catalogue.model("gpt3-1.3b"), EIGHT_NODES.intra_node, catalogue.device("h200")

@@ -139,7 +139,7 @@ def test_a_network_that_a_plan_avoids_is_named_where_nobody_gave_it():
 def test_devices_that_wait_for_one_another_are_the_limit_together():
     """Two types as fast as each other share the work: 10 % more of one saves nothing, of both a tenth of it; what
     is named saves most of what everything relaxed does, and without any of it less."""
-    device = {"memory_gib": 80, "tflops": {"fp32": 20, "bf16": 300}, "memory_bandwidth_gb_per_s": 2000, "power_w": 400,
+    device = {"memory_gib": 80, "tflops": {"fp32": 20, "bf16": 100}, "memory_bandwidth_gb_per_s": 2000, "power_w": 400,
               "price_usd_per_hour": 2}  # fmt: skip
     regions = [{"name": r, "nodes": [{"device": d, "count": 1, "devices_per_node": 1}]} for r, d in ("ax", "by")]
     links = [{"between": ["a", "b"], "latency_ms": 0.1, "bandwidth_gbps": 800}]
