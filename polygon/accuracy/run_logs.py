@@ -1,18 +1,20 @@
 """Factors of the cost model from the logs of real runs.
 
 A log directory is what dist_runner and launch write: ``rank-N.jsonl`` and the plan. The factors are few: compute and
-optimizer by device type (median of measured over predicted), and one for all communication (so that the predicted step
-is the measured one). Every third step is left out of the fit and judges it.
+optimizer by device type (median of measured over predicted), and one for all communication (so that the predicted steps
+are nearest to the measured ones). Every third step is left out of the fit and judges it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize_scalar
 
 from polygon.cost.calibration import Calibration
 from polygon.cost.step_times import step_times
@@ -24,8 +26,12 @@ from polygon.formats.run_log import LogFollower, rank_log
 
 LEFT_OUT = 3
 """Every third step judges the fit."""
-FACTORS = (1e-3, 1e4)
-"""Between which a communication factor is looked for."""
+FACTORS = np.geomspace(1e-3, 1e4, 43)
+"""Of communication, that are tried; the best is looked for between its neighbours."""
+UNTOLD = 0.01
+"""Part of a step by which another factor than 1 must bring predictions nearer: less than that tells nothing of links."""
+AS_GOOD = 1e-3
+"""Part of a step by which two factors may differ and still explain the runs alike."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,8 +123,7 @@ def predict_s(run: Run, calibration: Calibration | None) -> tuple[float, np.ndar
 def fit(runs: Sequence[Run]) -> Calibration:
     """Factors for what the runs used.
 
-    Compute and update first (they are measured by themselves), then communication: the step grows with it, so that
-    the factor that meets the measured step on the average over the runs is found by bisection.
+    Compute and update first (they are measured by themselves), then communication.
     """
     compute, update = {}, {}
     predictions = [predict_s(run, None) for run in runs]
@@ -134,21 +139,7 @@ def fit(runs: Sequence[Run]) -> Calibration:
         if ratios[1]:
             update[device] = float(np.median(ratios[1]))
 
-    def excess(factor: float) -> float:
-        """Mean logarithm of predicted over measured step."""
-        tried = Calibration(compute=compute, update=update, communication=factor)
-        return float(np.mean([np.log(predict_s(r, tried)[0] / np.median(r.step_s[r.fitted])) for r in runs]))
-
-    low, high = np.log(FACTORS[0]), np.log(FACTORS[1])
-    if excess(FACTORS[1]) < 0:  # traffic does not matter
-        communication = 1.0
-    elif excess(FACTORS[0]) > 0:  # compute alone is too long
-        communication = FACTORS[0]
-    else:
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (middle, high) if excess(float(np.exp(middle))) < 0 else (low, middle)
-        communication = float(np.exp((low + high) / 2))
+    communication = _communication(runs, compute, update)
     fitted = Calibration(compute=compute, update=update, communication=communication)
     errors = np.concatenate([_errors(run, fitted) for run in runs])
     return Calibration(
@@ -157,6 +148,36 @@ def fit(runs: Sequence[Run]) -> Calibration:
         communication=communication,
         relative_error=float(min(np.quantile(errors, 0.9), 1.0)),
     )
+
+
+def _communication(runs: Sequence[Run], compute: Mapping[str, float], update: Mapping[str, float]) -> float:
+    """The factor of communication under which the squares of the steps' errors are least.
+
+    Runs of one device tell nothing of links, and those whose messages hide behind compute little: of factors that
+    explain the runs alike the one nearest to 1 counts, and 1 where no other explains them noticeably better.
+    """
+
+    def error(run: Run, log_factor: float) -> float:
+        tried = Calibration(compute=compute, update=update, communication=math.exp(log_factor))
+        return math.log(predict_s(run, tried)[0] / np.median(run.step_s[run.fitted]))
+
+    tried = np.log(FACTORS)
+    telling = [run for run in runs if error(run, tried[-1]) - error(run, tried[0]) > UNTOLD]
+    if not telling:
+        return 1.0
+
+    def miss(log_factor: float) -> float:
+        return math.hypot(*(error(run, log_factor) for run in telling)) / math.sqrt(len(telling))
+
+    misses = np.array([miss(x) for x in tried])
+    best = int(misses.argmin())
+    around = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
+    found = minimize_scalar(miss, bounds=around, method="bounded", options={"xatol": 1e-4})
+    tried, misses = np.append(tried, found.x), np.append(misses, found.fun)
+    if miss(0.0) <= misses.min() + UNTOLD:
+        return 1.0
+    alike = tried[misses <= misses.min() + AS_GOOD]
+    return math.exp(alike[np.abs(alike).argmin()])
 
 
 def _errors(run: Run, calibration: Calibration | None) -> np.ndarray:

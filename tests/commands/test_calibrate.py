@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from small_problems import routed_problem
+from small_problems import routed_problem, small_cluster
 
+from polygon import calibrate as api_calibrate
 from polygon import search
 from polygon.accuracy import run_logs
 from polygon.commands import calibrate, cli
 from polygon.cost.calibration import Calibration, calibration
 from polygon.domain.errors import InputError
+from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import files
 
 TRUTH = Calibration(compute={"cpu": 1.4}, update={"cpu": 3.0}, communication=2.5)
+QUICKER = replace(TRUTH, compute={"cpu": 1.1})
 
 
-@pytest.fixture
-def logged(tmp_path: Path) -> Path:
-    """Logs of a run that obeys `TRUTH`, with 1 % of noise and a slow first step."""
-    problem, plan = routed_problem(4)
-    files.write_plan(tmp_path / "plan.json", problem, plan)
+def write_logs(folder: Path, problem, plan, truth: Calibration, *, beside: float = 1.0) -> None:
+    """Logs of a run that obeys `truth`, with 1 % of noise and a slow first step, its steps `beside` times as long."""
+    files.write_plan(folder / "plan.json", problem, plan)
     run = run_logs.Run(
         name="truth",
         problem=problem,
@@ -33,7 +35,7 @@ def logged(tmp_path: Path) -> Path:
         update_s=np.ones((1, 1)),
         devices=(),
     )
-    step_s, compute_s, update_s = run_logs.predict_s(run, TRUTH)
+    step_s, compute_s, update_s = run_logs.predict_s(run, truth)
     rng = np.random.default_rng(1)
     places = sorted((s, w, rank) for rank, (s, w, t) in plan.rank_places.items() if t == 0)
     for i, (_, _, rank) in enumerate(places):
@@ -41,11 +43,26 @@ def logged(tmp_path: Path) -> Path:
         for step in range(16):
             noise = rng.normal(1, 0.01, 3)
             kinds = {"compute": compute_s[i] * noise[0], "update": update_s[i] * noise[1], "wait": 0.1}
-            seconds = step_s * noise[2] * (10 if step == 0 else 1)
+            seconds = beside * step_s * noise[2] * (10 if step == 0 else 1)
             lines.append({"type": "step", "step": step, "seconds": seconds, "seconds_by_kind": kinds})
         text = "\n".join(json.dumps(line) for line in lines) + '\n{"type": "st'
-        (tmp_path / f"rank-{rank}.jsonl").write_text(text)
+        (folder / f"rank-{rank}.jsonl").write_text(text)
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Path:
+    """Logs of a run that obeys `TRUTH`."""
+    write_logs(tmp_path, *routed_problem(4), TRUTH)
     return tmp_path
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Path:
+    """Logs of a run on one, quicker processor; its steps take a little less than compute and update together."""
+    problem = replace(routed_problem(4)[0], cluster=small_cluster(1))
+    (tmp_path / "alone").mkdir()
+    write_logs(tmp_path / "alone", problem, uniform_plan(problem, ParallelConfig()), QUICKER, beside=0.98)
+    return tmp_path / "alone"
 
 
 def test_factors_are_found_again(logged, capsys):
@@ -62,6 +79,18 @@ def test_factors_are_found_again(logged, capsys):
     assert run["steps_left_out"] == 5 and run["steps_fitted"] == 10
     assert run["error_after_pct"] < 3 < run["error_before_pct"]
     assert 0 < found.relative_error < 0.05
+
+
+def test_a_run_without_messages_tells_nothing_of_links(alone):
+    """However far its steps are from what its device takes: links are not a thousand times as fast."""
+    found = api_calibrate(alone)
+    assert found.communication == 1.0
+    assert found.compute["cpu"] == pytest.approx(QUICKER.compute["cpu"], rel=0.02)
+
+
+def test_a_run_without_messages_leaves_the_links_of_another_alone(logged, alone):
+    """What the compute of both misses is not made up by communication."""
+    assert api_calibrate(logged, alone).communication == pytest.approx(TRUTH.communication, rel=0.1)
 
 
 def test_a_short_run_or_a_missing_log_is_refused(logged, tmp_path, capsys):
