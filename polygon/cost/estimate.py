@@ -412,7 +412,7 @@ def _layers_used(plan: Plan, tables: CostTables) -> list[LayerTimes]:
 
 def _sources(used: list[LayerTimes]) -> tuple[dict[str, str], float | None]:
     """Where the numbers are from, and the error of compute if all of it was measured on such devices."""
-    seen = {times.source for times in used}
+    seen = {name for times in used for name in times.source.split("+")}
     sources = {"compute": "+".join(sorted(seen)), "transfer": "cluster file", "reduction": "cluster file"}
     # One stage that is not measured leaves all of it as sure as data sheets are.
     return sources, max(times.relative_error for times in used) if seen <= MEASURED else None

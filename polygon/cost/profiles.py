@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,9 @@ from polygon.cost.blocks import LayerSplit
 from polygon.cost.compute import LayerTimes, layer_times
 from polygon.cost.memory import LayerMemory
 from polygon.domain.cluster import Device
-from polygon.domain.errors import require
+from polygon.domain.errors import one_of, require
 from polygon.domain.message import Message
 from polygon.domain.model import Batch, Model
-from polygon.formats.catalogue import device as device_by_name
 from polygon.formats.catalogue import own_or_known
 from polygon.formats.measurement_specs import LayerProfileSpec, ModelProfilesSpec
 from polygon.formats.schema import check
@@ -26,6 +25,8 @@ PROFILE_ERROR = 0.131
 measured runs, made as those of the catalogue's errors (`polygon.cost.uncertainty`). Leaving a micro-batch size
 out, interpolation alone misses 90 % of the points by less than 7 %."""
 LAYER_FORMAT = "polygon-layer-profile"
+KINDS = ("embedding", "block", "moe", "head")
+"""Kinds of layers, before what tells blocks of a model apart (`polygon.domain.model.Model.layer_kind`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,31 +40,35 @@ class Measurement:
 
 
 def between(points: Sequence[Measurement], micro_batch_size: int) -> Measurement:
-    """Times at a micro-batch size: linear between measured ones, the last slope beyond, proportional if only one."""
+    """Times at a micro-batch size: linear between measured ones, the last slope beyond, proportional if only one.
+
+    Beyond the measured sizes no sequence takes less than at the outermost one: the slope between two that are equal
+    within their noise, or that both wait for the host, would lead to nothing.
+    """
     sizes = [point.micro_batch_size for point in points]
+    outermost = points[0] if micro_batch_size < sizes[0] else points[-1]
+    proportional = micro_batch_size / outermost.micro_batch_size
     if len(points) == 1:
-        only = points[0]
-        scale = micro_batch_size / only.micro_batch_size
         return Measurement(
             micro_batch_size=micro_batch_size,
-            forward_s=only.forward_s * scale,
-            backward_s=only.backward_s * scale,
-            update_s=only.update_s,
+            forward_s=outermost.forward_s * proportional,
+            backward_s=outermost.backward_s * proportional,
+            update_s=outermost.update_s,
         )
     # The two sizes around it; beyond what was measured the outermost two go on.
     i = int(np.clip(np.searchsorted(sizes, micro_batch_size) - 1, 0, len(points) - 2))
     low, high = points[i], points[i + 1]
     weight = (micro_batch_size - low.micro_batch_size) / (high.micro_batch_size - low.micro_batch_size)
+    least = 0.0 if 0 <= weight <= 1 else proportional
 
-    def blend(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        # A slope between noisy points may lead below zero at sizes much smaller than those.
-        found: np.ndarray = np.maximum(a + weight * (b - a), 0.0)
+    def blend(a: np.ndarray, b: np.ndarray, end: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.maximum(a + weight * (b - a), least * end)
         return found
 
     return Measurement(
         micro_batch_size=micro_batch_size,
-        forward_s=blend(low.forward_s, high.forward_s),
-        backward_s=blend(low.backward_s, high.backward_s),
+        forward_s=blend(low.forward_s, high.forward_s, outermost.forward_s),
+        backward_s=blend(low.backward_s, high.backward_s, outermost.backward_s),
         # An optimizer works through parameters, whatever the micro-batch.
         update_s=low.update_s,
     )
@@ -228,10 +233,14 @@ def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
     """Read the `sailor_profiles` format: one profile for each model of the file."""
     check(ModelProfilesSpec, data)
     points: dict[str, dict[tuple[str, int], dict[int, Measurement]]] = {name: {} for name in data["models"]}
-    for entry in data["compute"]:
+    for i, entry in enumerate(data["compute"]):
         name = entry["model"]
         require(name in points, "profiles: compute.model", name, " or ".join(points))
-        key = (device_by_name(entry["gpu_type"]).name, int(entry["tensor_parallel"]))
+        layers = int(data["models"][name]["info"]["profiled_layers"])
+        for field_name in ("forward_s_per_layer", "backward_s_per_layer", "optimizer_update_s_per_layer"):
+            found = Message("found.entries", entries=len(entry[field_name]))
+            require(len(entry[field_name]) == layers, f"compute[{i}].{field_name}", found, f"{layers}")
+        key = (own_or_known(entry["gpu_type"]), int(entry["tensor_parallel"]))
         size = int(entry["micro_batch_size_sequences"])
         points[name].setdefault(key, {})[size] = Measurement(
             micro_batch_size=size,
@@ -325,7 +334,8 @@ class KindProfile:
     def times(self, model: Model, batch: Batch, device: Device, split: LayerSplit) -> LayerTimes | None:
         """Times of every layer, or None for another device, precision, sequence length or split."""
         same = device.name == self.device and self.fits(model, batch)
-        measured = {kind: points for (kind, tp), points in self.points.items() if tp == split.tp}
+        kinds = set(model.layer_kinds())
+        measured = {kind: points for (kind, tp), points in self.points.items() if tp == split.tp and kind in kinds}
         if not same or not measured or split.cp > 1 or split.experts.members > 1:
             return None
         spec = layer_times(
@@ -351,20 +361,20 @@ class KindProfile:
                 if split.recompute == "full" and kind not in ("embedding", "head"):
                     backward[layer] += forward[layer]
         _frozen(forward, backward)
-        return LayerTimes(
-            forward_s=forward,
-            backward_s=backward,
-            communication_s=spec.communication_s,
-            source="profile",
-            relative_error=PROFILE_ERROR,
-        )
+        times = replace(spec, forward_s=forward, backward_s=backward)
+        if set(measured) != kinds:
+            error = max(PROFILE_ERROR, spec.relative_error)
+            return replace(times, source=f"profile+{spec.source}", relative_error=error)
+        return replace(times, source="profile", relative_error=PROFILE_ERROR, host_error=0.0)
 
 
 def kind_profile(data: Mapping[str, Any]) -> KindProfile:
     """Read our own profile format (docs/prediction.md)."""
     spec = check(LayerProfileSpec, data)
     points: dict[tuple[str, int], dict[int, Measurement]] = {}
-    for entry in spec.layers:
+    for i, entry in enumerate(spec.layers):
+        of = entry.kind.partition(",")[0]
+        require(of in KINDS, f"layers[{i}].kind", entry.kind, one_of(of, KINDS))
         points.setdefault((entry.kind, entry.tp), {})[entry.micro_batch_size] = Measurement(
             micro_batch_size=entry.micro_batch_size,
             forward_s=np.array([entry.forward_s]),
@@ -379,5 +389,5 @@ def kind_profile(data: Mapping[str, Any]) -> KindProfile:
         update_s_per_parameter=update_s / parameters if counted else None,
         seq_len=spec.seq_len,
         precision=spec.precision,
-        points={key: tuple(by[size] for size in sorted(by)) for key, by in points.items()},
+        points={key: _monotone([by[size] for size in sorted(by)]) for key, by in points.items()},
     )

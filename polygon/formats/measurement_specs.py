@@ -21,7 +21,7 @@ class LayerTimeSpec(Strict):
     kind: Name
     micro_batch_size: Count
     tp: Count = 1
-    forward_s: NotNegative
+    forward_s: Positive
     backward_s: NotNegative
     update_s: NotNegative | None = None
     parameters: Index | None = None
@@ -50,7 +50,7 @@ class _ModelPointSpec(Strict):
     gpu_type: Name
     tensor_parallel: Count
     micro_batch_size_sequences: Count
-    forward_s_per_layer: list[NotNegative]
+    forward_s_per_layer: Annotated[list[Positive], FIRST_FAULT]
     backward_s_per_layer: list[NotNegative]
     optimizer_update_s_per_layer: list[NotNegative]
 
@@ -82,7 +82,7 @@ class ModelProfilesSpec(Strict):
     model_config = _WITH_MORE
 
     models: dict[Name, _ProfiledModelSpec]
-    compute: Annotated[list[_ModelPointSpec], FIRST_FAULT]
+    compute: Annotated[list[_ModelPointSpec], MinLen(1), FIRST_FAULT]
 
 
 class _LinkCurveSpec(Strict):

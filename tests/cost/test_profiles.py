@@ -60,6 +60,30 @@ def test_a_larger_micro_batch_is_never_faster(size, tp, name):
     assert (small.backward_s <= large.backward_s + 1e-12).all()
 
 
+MILLISECONDS = st.floats(1, 100)
+
+
+@settings(deadline=None, max_examples=cases(60))
+@given(
+    measured=st.dictionaries(st.sampled_from([1, 2, 4, 8]), MILLISECONDS, min_size=1),
+    size=st.integers(1, 64),
+)
+def test_no_sequence_takes_less_than_at_the_outermost_measured_size(measured, size):
+    """However two sizes differ by noise, because the host was waited for, or because the memory was nearly full."""
+    rows = [{"kind": "block", "micro_batch_size": m, "forward_s": t, "backward_s": t} for m, t in measured.items()]
+    data = {"format": "polygon-layer-profile", "device": "a100-80gb", "seq_len": 2048, "precision": "tf32"}
+    profile = kind_profile({**data, "layers": rows})
+
+    def block_s(m: int) -> float:
+        return layer_times(OPT, BATCH, device("a100-80gb"), NVLINK, micro_batch_size=m, profile=profile).forward_s[1]
+
+    outermost = max(min(measured), min(size, max(measured)))
+    assert block_s(size) >= min(1, size / outermost) * block_s(outermost) * (1 - 1e-9) > 0
+    if size > outermost:
+        assert block_s(size) >= size / outermost * block_s(outermost) * (1 - 1e-9)
+    assert block_s(size) <= block_s(size + 1) * (1 + 1e-9)
+
+
 def test_measured_points_are_returned_as_they_are():
     """At a measured size and degree the profile is the measurement (where it is monotone)."""
     times = layer_times(
@@ -143,6 +167,11 @@ def test_own_format_replaces_only_what_was_measured():
     assert measured.backward_s[1:-1] == pytest.approx(0.05)
     assert measured.forward_s[0] == spec.forward_s[0]
     assert measured.backward_s[-1] == spec.backward_s[-1]
+    assert (measured.source, measured.relative_error) == ("profile+calibrated", spec.relative_error)
+    experts = kind_profile({**data, "layers": [{**row, "kind": "moe"} for row in data["layers"]]})
+    assert layer_times(*args, micro_batch_size=2, profile=experts).source == spec.source
+    whole = [{**row, "kind": kind} for row in data["layers"] for kind in ("embedding", "block", "head")]
+    assert layer_times(*args, micro_batch_size=2, profile=kind_profile({**data, "layers": whole})).source == "profile"
     with pytest.raises(InputError, match=r"layers\[0\].*forward_s"):
         kind_profile({**data, "layers": [{"kind": "block", "micro_batch_size": 1}]})
 
@@ -154,7 +183,12 @@ def test_own_format_replaces_only_what_was_measured():
         ({"layers": []}, "layers: found an empty list, expected a list that is not empty"),
         ({"layers": 5}, "layers: found 5, expected a list that is not empty"),
         ({"layers": [{**LAYER, "tp": "x"}]}, "layers[0].tp: found 'x', expected a whole number >= 1"),
-        ({"layers": [LAYER, {**LAYER, "forward_s": -1}]}, "layers[1].forward_s: found -1, expected a number >= 0"),
+        ({"layers": [LAYER, {**LAYER, "forward_s": 0}]}, "layers[1].forward_s: found 0, expected a number > 0"),
+        ({"layers": [LAYER, {**LAYER, "backward_s": -1}]}, "layers[1].backward_s: found -1, expected a number >= 0"),
+        (
+            {"layers": [{**LAYER, "kind": "blok"}]},
+            "layers[0].kind: found 'blok', expected 'block' (nearest) or another of block, embedding, head, moe",
+        ),
         ({"layers": [{**LAYER, "update_s": []}]}, "layers[0].update_s: found an empty list, expected a number >= 0"),
         ({"format": "polygon-bench"}, "format: found 'polygon-bench', expected 'polygon-layer-profile'"),
     ],
@@ -166,6 +200,30 @@ def test_a_profile_that_is_none_is_told_in_one_line(changes, message):
     with pytest.raises(InputError) as refused:
         kind_profile({**good, **changes})
     assert str(refused.value) == message
+
+
+def whole_model(device_name: str, **changes) -> dict:
+    """A file of the `sailor_profiles` format with one model of four layers."""
+    times = ("forward_s_per_layer", "backward_s_per_layer", "optimizer_update_s_per_layer")
+    row = {"model": "own", "gpu_type": device_name, "tensor_parallel": 1, "micro_batch_size_sequences": 1}
+    memory = ("parameters_count_per_gpu_per_layer", "activation_memory_bytes_per_gpu_per_layer_per_sequence")
+    by_degree = {"1": {key: [1e6] * 4 for key in memory}}
+    described = {"info": {"profiled_layers": 4}, "by_tensor_parallel": by_degree}
+    return {"models": {"own": described}, "compute": [row | {key: [0.01] * 4 for key in times} | changes]}
+
+
+def test_whole_models_may_be_measured_on_a_card_of_one_s_own():
+    """As layers may; one of the catalogue is known by all of its names."""
+    assert model_profiles(whole_model("edge-card"))["own"].devices == {"edge-card"}
+    assert model_profiles(whole_model("A100-80GB-SXM"))["own"].devices == {"a100-80gb"}
+
+
+def test_a_measured_model_has_a_time_for_every_layer():
+    """A list that is too short is named, and so is a layer that takes nothing."""
+    with pytest.raises(InputError, match=r"^compute\[0\]\.forward_s_per_layer: found 3 entries, expected 4$"):
+        model_profiles(whole_model("t4", forward_s_per_layer=[0.01] * 3))
+    with pytest.raises(InputError, match=r"^compute\[0\]\.forward_s_per_layer\[1\]: found 0.0, expected a number > 0$"):
+        model_profiles(whole_model("t4", forward_s_per_layer=[0.01, 0.0, 0.01, 0.01]))
 
 
 def test_a_profile_takes_the_device_model_s_place_in_a_plan_s_estimate():
