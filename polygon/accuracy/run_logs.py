@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from scipy.optimize import minimize_scalar
 from polygon.cost.calibration import Calibration
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import InputError, located, require_number
+from polygon.domain.errors import InputError, located, require, require_number
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.formats import files
 from polygon.formats.run_log import LogFollower, rank_log
@@ -29,7 +30,7 @@ LEFT_OUT = 3
 FACTORS = np.geomspace(1e-3, 1e4, 43)
 """Of communication, that are tried; the best is looked for between its neighbours."""
 UNTOLD = 0.01
-"""Part of a step by which another factor than 1 must bring predictions nearer: less than that tells nothing of links."""
+"""Part of a step by which another factor than 1 must bring predictions nearer; less tells nothing of links."""
 AS_GOOD = 1e-3
 """Part of a step by which two factors may differ and still explain the runs alike."""
 
@@ -140,14 +141,21 @@ def fit(runs: Sequence[Run]) -> Calibration:
             update[device] = float(np.median(ratios[1]))
 
     communication = _communication(runs, compute, update)
-    fitted = Calibration(compute=compute, update=update, communication=communication)
+    fitted = Calibration(compute=compute, update=update, communication=communication, over=_over(runs))
     errors = np.concatenate([_errors(run, fitted) for run in runs])
-    return Calibration(
-        compute=compute,
-        update=update,
-        communication=communication,
-        relative_error=float(min(np.quantile(errors, 0.9), 1.0)),
-    )
+    return replace(fitted, relative_error=float(min(np.quantile(errors, 0.9), 1.0)))
+
+
+def _over(runs: Sequence[Run]) -> dict[str, str]:
+    """What predicted the times of each device type, the same in all runs."""
+    over: dict[str, str] = {}
+    for run in runs:
+        tables = CostTables(run.problem)
+        for device in sorted(set(run.devices)):
+            now = tables.basis(device)
+            other = Message("expected.factors_over", basis=over.setdefault(device, now))
+            require(over[device] == now, f"{run.name}: {device}", Message("found.factors_over", basis=now), other)
+    return over
 
 
 def _communication(runs: Sequence[Run], compute: Mapping[str, float], update: Mapping[str, float]) -> float:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polygon.cost.compute import LayerTimes
-from polygon.domain.errors import require_number
+from polygon.domain.errors import require, require_number
 from polygon.formats.measurement_specs import CalibrationSpec
 from polygon.formats.schema import check
 
 FORMAT = "polygon-calibration"
+BASES = ("data sheets", "bench", "profile")
+"""What predicts the times of layers (`polygon.cost.tables.CostTables.basis`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class Calibration:
     """By device type, of the optimizer."""
     communication: float = 1.0
     """Of every message and reduction between workers."""
+    over: Mapping[str, str] = field(default_factory=dict)
+    """By device type, what predicted the times that the factors are over: one of `BASES`."""
     relative_error: float = 0.1
     """Half of a 90 % interval, from steps that were left out of the fit."""
 
@@ -31,6 +35,8 @@ class Calibration:
         for name, factors in (("compute", self.compute), ("update", self.update)):
             for device, factor in factors.items():
                 require_number(factor, f"{name}.{device}", above=0)
+        for device, basis in self.over.items():
+            require(basis in BASES, f"over.{device}", basis, " or ".join(BASES))
         require_number(self.communication, "communication", above=0)
         require_number(self.relative_error, "relative_error", at_least=0)
 
@@ -57,6 +63,7 @@ class Calibration:
             "compute": dict(self.compute),
             "update": dict(self.update),
             "communication": self.communication,
+            "over": dict(self.over),
             "relative_error": self.relative_error,
         }
 
@@ -67,4 +74,4 @@ NONE = Calibration()
 
 def calibration(data: Mapping[str, Any]) -> Calibration:
     """Read the format that `polygon calibrate` writes."""
-    return Calibration(**check(CalibrationSpec, data).model_dump(exclude={"format"}))
+    return Calibration(**check(CalibrationSpec, data).model_dump(exclude={"format", "version"}))

@@ -21,6 +21,8 @@ from polygon.cost.network import group_of, shared_link
 from polygon.cost.profiles import KindProfile, ModelProfile
 from polygon.cost.transfers import LinkTable, Placement
 from polygon.domain.divisors import divisors
+from polygon.domain.errors import require
+from polygon.domain.message import Message
 from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import Plan, Problem, Stage
 
@@ -93,7 +95,8 @@ class CostTables:
     Raises
     ------
     InputError
-        All profiles of whole models are of others, or that of this one is of another precision or sequence length.
+        All profiles of whole models are of others, or that of this one is of another precision or sequence length; or
+        factors are over times that something else predicted.
     """
 
     def __init__(
@@ -112,6 +115,12 @@ class CostTables:
         kinds = [p for p in profiles if isinstance(p, KindProfile) and p.fits(problem.model, problem.batch)]
         self._profiles = tuple(p for p in profiles if p in kinds or p in fitting)
         self._profile_of = {device: profile for profile in self._profiles for device in profile.devices}
+        for name, over in self.calibration.over.items():
+            if name in problem.cluster.catalogue:
+                now = Message("expected.factors_over", basis=self.basis(name))
+                require(
+                    over == self.basis(name), f"calibration of {name}", Message("found.factors_over", basis=over), now
+                )
         self.links = links or LinkTable(problem.cluster, self.calibration.communication)
         self._times: dict[tuple[int, int, int, str, int, int, bool, bool], ClassTimes] = {}
         self._memory: dict[tuple[int, int, str, int, int, bool], ClassMemory] = {}
@@ -176,6 +185,13 @@ class CostTables:
     def for_problem(self, problem: Problem) -> CostTables:
         """Tables of another problem from the same measurements."""
         return CostTables(problem, *self.measurements)
+
+    def basis(self, device: str) -> str:
+        """What predicts the times of a device type's layers, before factors: of `polygon.cost.calibration.BASES`."""
+        if device in self._profile_of:
+            return "profile"
+        efficiency = self.problem.cluster.catalogue[device].efficiency
+        return "bench" if efficiency is not None and efficiency.basis == "bench" else "data sheets"
 
     def with_other_prices(self, problem: Problem) -> CostTables:
         """Tables of a problem in which only prices are others: everything takes as long."""

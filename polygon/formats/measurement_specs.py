@@ -1,5 +1,5 @@
 """What files of measured layer times, of fitted factors and of measured plans say: `runners.profile_layers` and
-`polygon calibrate` write the first two, people the last; with more beside it that nobody reads."""
+`polygon calibrate` write the first two, people the last; but for factors with more beside it that nobody reads."""
 
 from __future__ import annotations
 
@@ -145,10 +145,11 @@ class CalibrationSpec(Strict):
     """Factors by device type, fitted to runs."""
 
     wanted: ClassVar[str] = "factors: JSON with the format polygon-calibration"
-    model_config = _WITH_MORE
 
     format: Literal["polygon-calibration"]
+    version: Literal[1] = 1
     compute: dict[Name, Positive] = Field(default_factory=dict)
     update: dict[Name, Positive] = Field(default_factory=dict)
     communication: Positive = 1.0
+    over: dict[Name, Name] = Field(default_factory=dict)
     relative_error: NotNegative = 0.1

@@ -15,6 +15,8 @@ from polygon import search
 from polygon.accuracy import run_logs
 from polygon.commands import calibrate, cli
 from polygon.cost.calibration import Calibration, calibration
+from polygon.cost.tables import CostTables
+from polygon.domain.efficiency import MeasuredEfficiency
 from polygon.domain.errors import InputError
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import files
@@ -148,6 +150,29 @@ def test_factors_of_devices_that_are_not_there_are_refused(logged, capsys):
     assert capsys.readouterr().err == "--calibration: found factors of cpu, expected one of t4\n"
 
 
+def test_factors_over_one_prediction_do_not_multiply_another(logged, capsys):
+    """Fitted over data sheets they would count twice what a bench of the device has measured."""
+    problem, plan, _ = files.read_plan(logged / "plan.json")
+    cpu = problem.cluster.catalogue["cpu"]
+    measured = replace(cpu, efficiency=MeasuredEfficiency(vector_gemm=0.5, basis="bench"))
+    benched = replace(problem, cluster=replace(problem.cluster, catalogue={"cpu": measured}))
+    plain = api_calibrate(logged)
+    assert plain.over == {"cpu": "data sheets"}
+    assert plain.to_dict() == calibration(plain.to_dict()).to_dict()
+    with pytest.raises(InputError, match=r"^calibration of cpu: found factors over data sheets, .* over bench,"):
+        CostTables(benched, calibration=plain)
+    again = logged / "again"
+    again.mkdir()
+    write_logs(again, benched, plan, TRUTH)
+    over_bench = api_calibrate(again)
+    assert over_bench.over == {"cpu": "bench"}
+    assert over_bench.compute["cpu"] == pytest.approx(TRUTH.compute["cpu"], rel=0.02)
+    with pytest.raises(InputError, match=r"found factors over bench, expected .* over data sheets,"):
+        CostTables(problem, calibration=over_bench)
+    assert cli.run(calibrate.main, [str(logged), str(again)]) == 2
+    assert capsys.readouterr().err.startswith(f"{again}: cpu: found factors over bench, expected factors over data")
+
+
 def test_a_calibration_of_nothing_changes_nothing(logged):
     """Factors of one leave the prediction as it is."""
     run = run_logs.read_run(logged, None)
@@ -164,3 +189,5 @@ def test_another_file_is_refused():
         calibration({"format": "polygon-calibration", "compute": None})
     with pytest.raises(InputError, match=r"^communication: found 'x', expected a number > 0$"):
         calibration({"format": "polygon-calibration", "communication": "x"})
+    with pytest.raises(InputError, match=r"^computer: found unknown key 'computer', expected 'compute' \(nearest\)"):
+        calibration({"format": "polygon-calibration", "computer": {"t4": 2}})
