@@ -50,7 +50,7 @@ class _ModelPointSpec(Strict):
     gpu_type: Name
     tensor_parallel: Count
     micro_batch_size_sequences: Count
-    forward_s_per_layer: Annotated[list[Positive], FIRST_FAULT]
+    forward_s_per_layer: list[NotNegative]
     backward_s_per_layer: list[NotNegative]
     optimizer_update_s_per_layer: list[NotNegative]
 

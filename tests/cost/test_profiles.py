@@ -222,8 +222,9 @@ def test_a_measured_model_has_a_time_for_every_layer():
     """A list that is too short is named, and so is a layer that takes nothing."""
     with pytest.raises(InputError, match=r"^compute\[0\]\.forward_s_per_layer: found 3 entries, expected 4$"):
         model_profiles(whole_model("t4", forward_s_per_layer=[0.01] * 3))
-    with pytest.raises(InputError, match=r"^compute\[0\]\.forward_s_per_layer\[1\]: found 0.0, expected a number > 0$"):
-        model_profiles(whole_model("t4", forward_s_per_layer=[0.01, 0.0, 0.01, 0.01]))
+    assert model_profiles(whole_model("t4", forward_s_per_layer=[0.01, 0.0, 0.01, 0.01]))
+    with pytest.raises(InputError, match=r"^compute\[0\]\.forward_s_per_layer: found 0, expected a number > 0 among"):
+        model_profiles(whole_model("t4", forward_s_per_layer=[0.0] * 4))
 
 
 def test_a_profile_takes_the_device_model_s_place_in_a_plan_s_estimate():
