@@ -241,7 +241,9 @@ def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
             found = Message("found.entries", entries=len(entry[field_name]))
             require(len(entry[field_name]) == layers, f"compute[{i}].{field_name}", found, f"{layers}")
         # A layer may be too short for a clock, not all of them.
-        require(sum(entry["forward_s_per_layer"]) > 0, f"compute[{i}].forward_s_per_layer", 0, "a number > 0 among them")
+        require(
+            sum(entry["forward_s_per_layer"]) > 0, f"compute[{i}].forward_s_per_layer", 0, "a number > 0 among them"
+        )
         key = (own_or_known(entry["gpu_type"]), int(entry["tensor_parallel"]))
         size = int(entry["micro_batch_size_sequences"])
         points[name].setdefault(key, {})[size] = Measurement(

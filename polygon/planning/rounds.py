@@ -204,7 +204,7 @@ class _Rounds(Generic[Made]):
         left_s = min(spent_s * (1 - done) / done, self._clock.left_s()) if done > 0 else 0.0
         if self._left and left_s > WORTH_S:
             if self._jobs < 0:
-                self._jobs = _cores()
+                self._jobs = cores()
             if _may_have_no_children():
                 self._jobs = 1
             for _ in range(min(self._jobs - 1, len(self._left)) - len(self._helpers)):
@@ -289,7 +289,7 @@ class _NowAndThen:
         return due
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may use."""
     from joblib import cpu_count  # knows what a container may; takes as long to load as a short search
 

@@ -19,8 +19,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from polygon.api.planner import Problem
+from polygon.api.plans import Plan
 from polygon.domain.errors import PolygonError
 from polygon.domain.message import Language
+from polygon.formats.convert import problem_data
+from polygon.formats.convert_plan import plan_data
 from polygon.formats.serialization import format_json
 from polygon.web import responses
 
@@ -94,14 +98,15 @@ class Client:
 
     def search(
         self,
-        problem: Mapping[str, Any],
+        problem: Problem | Mapping[str, Any],
         *,
         name: str = "",
         objective: str = "time",
         effort: str = "quick",
         seed: int = 0,
     ) -> responses.Job:
-        """Start a search for the plan of a problem, given as in a problem file; its model may be a catalogue's name."""
+        """Start the search of a problem, given as it is or as in its file; the model may be a catalogue's name."""
+        problem = problem_data(problem.data) if isinstance(problem, Problem) else problem
         asked = {"problem": problem, "name": name, "objective": objective, "effort": effort, "seed": seed}
         found: responses.Job = self._ask(responses.Job, "POST", "/jobs", asked)
         return found
@@ -130,8 +135,9 @@ class Client:
 
     # Plans
 
-    def upload(self, plan: Mapping[str, Any]) -> responses.Job:
-        """Keep a plan file that was made elsewhere."""
+    def upload(self, plan: Plan | Mapping[str, Any]) -> responses.Job:
+        """Keep a plan, or what its file says, that was made elsewhere."""
+        plan = plan_data(plan.problem.data, plan.data) if isinstance(plan, Plan) else plan
         found: responses.Job = self._ask(responses.Job, "POST", "/plans", plan)
         return found
 

@@ -28,6 +28,7 @@ from polygon.messages.report import seconds, valued
 from polygon.planning.alternatives import Explainer
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.frontier import FrontPoint, find_front
+from polygon.planning.rounds import cores
 from polygon.planning.search_engine import Effort
 from polygon.planning.what_ifs import sensitivities
 from polygon.web.store import Store, StoredJob
@@ -35,6 +36,7 @@ from polygon.web.store import Store, StoredJob
 log = logging.getLogger(__name__)
 
 WORKERS = 2
+"""Searches that run at a time."""
 MOST_WAITING = 20
 """Searches that run or wait, of all users."""
 MOST_WAITING_EACH = 10
@@ -73,6 +75,11 @@ def _effort(request: Mapping[str, Any]) -> Effort:
     """How long to search: the limit is the search's alone. The bound is worked out for who looks at the plan."""
     limit_s = min(float(request.get("time_limit_s", MOST_SECONDS)), MOST_SECONDS)
     return replace(EFFORTS[request.get("effort", "quick")], time_limit_s=limit_s)
+
+
+def _processes(effort: Effort) -> int:
+    """For a search: its share of the cores, where it makes several that know nothing of one another."""
+    return max(1, cores() // WORKERS) if len(effort.searches()) > 1 else 1
 
 
 class BusyError(Exception):
@@ -191,15 +198,17 @@ class Jobs:
     def _search(self, job: str, request: dict[str, Any], progress: JobProgress) -> None:
         progress.tell("", 0.0)
         objective: Objective = request.get("objective", "time")
+        effort = _effort(request)
 
         def tell(phase: Message, part: float, best: float) -> None:
             progress.tell(Message("phase.best", phase=phase, best=valued(objective, best)), part)
 
         result = planner.Problem.of(problem_of(request["problem"])).search(
             objective=objective,
-            effort=_effort(request),
+            effort=effort,
             seed=int(request.get("seed", 0)),
             progress=tell,
+            jobs=_processes(effort),
         )
         if self._closing.is_set():
             return
@@ -225,7 +234,7 @@ class Jobs:
         def tell(phase: Message, part: float, _: float) -> None:
             progress.tell(phase, part)  # of what mixes time and money the best has no unit
 
-        problem = planner.Problem.of(problem_of(request["problem"]))
+        problem, effort = planner.Problem.of(problem_of(request["problem"])), _effort(request)
 
         def points_of(found: Sequence[FrontPoint]) -> str:
             points = []
@@ -239,8 +248,8 @@ class Jobs:
             return format_json({"points": points})
 
         found, collection = find_front(
-            problem.data, int(request.get("seed", 0)), effort=_effort(request), tell=tell, tables=problem.tables,
-            met=lambda points: self.store.keep(job, points_of(points)),
+            problem.data, int(request.get("seed", 0)), effort=effort, tell=tell, tables=problem.tables,
+            met=lambda points: self.store.keep(job, points_of(points)), jobs=_processes(effort),
         )  # fmt: skip
         if self._closing.is_set():
             return

@@ -2,6 +2,7 @@
 
 import pytest
 
+from polygon import Batch, Cluster, Problem
 from polygon.cost.tables import CostTables
 from polygon.formats.convert_plan import plan_data
 from polygon.planning.limits import limits
@@ -38,6 +39,19 @@ def test_a_search_is_followed_to_its_plan_and_what_limits_it(server):
     slower = client.keep(job["id"], "slower", {"device_factors": {"a100-40gb": 0.5, "t4": 0.5}})
     assert client.view(slower["id"])["estimate"]["step_s"] > step_s
     assert {job["id"], slower["id"]} <= {row["id"] for row in client.jobs()}
+
+
+def test_problems_and_plans_of_the_library_go_as_they_are(server):
+    """As what their files say goes: the same plan, and the same step of one that was made here."""
+    client, problem = (
+        Client(server.url, timeout_s=PATIENCE_S),
+        Problem(Cluster.from_dict(CLUSTER), "gpt3-1.3b", Batch(global_batch=16, seq_len=512)),
+    )
+    found = [client.plan(client.result(client.search(asked)["id"])["id"]) for asked in (problem, PROBLEM)]
+    assert found[0]["stages"] == found[1]["stages"]
+    plan = problem.search(effort="quick").plan
+    kept = client.upload(plan)
+    assert client.view(kept["id"])["estimate"]["step_s"] == pytest.approx(plan.evaluate().step_s)
 
 
 def test_limits_through_the_client_are_those_of_the_library(server):

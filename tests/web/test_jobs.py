@@ -7,10 +7,12 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the web application's libraries are not installed (pip install -e '.[web]')")
 
+from polygon.api.planner import Problem
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message, say
 from polygon.messages.report import valued
 from polygon.planning import search_engine
+from polygon.web import jobs as web_jobs
 from polygon.web.jobs import JobProgress, Jobs, problem_of
 from polygon.web.language import in_language
 from polygon.web.store import Store, StoredJob
@@ -52,6 +54,31 @@ def test_why_there_is_no_plan_is_kept_as_a_message(store):
     assert row.error.kind == "reason.too_large" and row.error["lacking_bytes"] > 2**30
     for language in ("en", "zh"):
         assert in_language(row.to_dict(), language)["error"] == say(row.error, language)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_a_search_has_its_share_of_the_cores(store, monkeypatch, front):
+    """Of four cores two, as two searches run at a time; one that is a single search has one."""
+    asked = []
+
+    def with_jobs(original):
+        def found(*args, jobs, **named):
+            asked.append(jobs)
+            return original(*args, jobs=1, **named)
+
+        return found
+
+    monkeypatch.setattr(web_jobs, "cores", lambda: 4)
+    monkeypatch.setattr(web_jobs, "find_front", with_jobs(web_jobs.find_front))
+    monkeypatch.setattr(Problem, "search", with_jobs(Problem.search))
+    jobs = Jobs(store)
+    try:
+        small = {"problem": TOO_LARGE | {"model": "opt-350m"}, "front": front, "time_limit_s": 2}
+        for effort in ("quick", "thorough"):
+            assert ended(store, jobs.start(small | {"effort": effort})).state == "done"
+    finally:
+        jobs.close()
+    assert asked == [1, 2]
 
 
 def test_a_front_that_keeps_no_limit_says_what_the_nearest_exceeds(store):
