@@ -32,6 +32,9 @@ HOST_BOUND = 1.5
 """Seconds of a block over those that its launches take, below which the host may be what one waits for."""
 LEAST_PRODUCTS = 6
 """Products below which nothing is fitted."""
+SHARES = (0.01, 2.0)
+"""Of the peak, between which the fastest product of a device is that is no processor. Twice as much as the data sheet
+says have consumer cards that sum in 16 bits; milliseconds for seconds, or rows of another device, are outside."""
 STANDS_FOR = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16"), "fp8": ("bf16", "fp16")}
 """Rows that tell about a precision, in the order of preference: 16-bit formats have one rate, products in 8 bits are
 taken for a share of it."""
@@ -237,9 +240,19 @@ def fitted(device: Device, bench: DeviceBench, precision: str) -> MeasuredEffici
     A block takes longer than its operators one by one, which find their operands in the caches: one factor over all
     rates, from the blocks of the bench. The relative error is that of a block under the factor of the others (of single
     operators left out of the fit where there are fewer than two blocks), with `ALONE_ERROR` beside it.
+
+    Raises
+    ------
+    InputError
+        Where the fastest product is not within `SHARES` of the data sheet's peak.
     """
     used = rows_for(bench, precision)
     chip = silicon(device, used)
+    if not device.is_cpu:  # of processors the catalogue knows a core, of whatever kind
+        best = max(2.0 * r.rows * r.columns * r.inner / r.seconds for r in bench.products if r.precision == used)
+        share = Message("found.share_of_peak", percent=100 * best / chip.peak_flops)
+        wanted = Message("expected.share_of_peak", least=100 * SHARES[0], most=100 * SHARES[1])
+        require(SHARES[0] <= best / chip.peak_flops <= SHARES[1], f"bench of {bench.device}: products", share, wanted)
     products = _products(chip, bench, used)
     attention = _attention(_trial(chip, products.values), bench, used)
     values = {**products.values, **(attention.values if attention else {})}

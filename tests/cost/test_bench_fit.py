@@ -206,6 +206,27 @@ def test_benches_that_do_not_fit_are_refused():
         with_benches(fp32, [bench])
 
 
+@pytest.mark.parametrize(("factor", "found"), [(1e3, "0.05 %"), (1e-3, "50,000.00 %")])
+def test_a_bench_in_other_units_is_refused(factor: float, found: str):
+    """Of a GPU: what a core of a processor reaches the catalogue does not know."""
+    problem = Problem(
+        cluster=small_cluster(1), model=small_model(), batch=Batch(global_batch=1, seq_len=16, precision="fp32")
+    )
+
+    def bench(device_name: str, peak: float) -> DeviceBench:
+        row = {"precision": "fp32", "rows": 4096, "columns": 4096, "inner": 4096}
+        rows = (ProductRow(**row, seconds=2 * 4096**3 / (0.5 * peak) * factor),) * 6
+        return DeviceBench(device=device_name, products=rows)
+
+    card, core = problem.cluster.catalogue["cpu"], device("cpu-core")
+    with pytest.raises(InputError) as refused:
+        fitted(card, bench("cpu", card.peak_flops("fp32")), "fp32")
+    assert str(refused.value).startswith(
+        f"bench of cpu: products: found {found} of its peak at best, expected 1 to 200 %"
+    )
+    assert fitted(core, bench("cpu-core", core.peak_flops("fp32")), "fp32").basis == "bench"
+
+
 def test_an_own_efficiency_stands_above_the_architectures():
     """What is not given is the architecture's."""
     plain: Device = device("a100-80gb")
