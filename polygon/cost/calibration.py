@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,9 @@ from polygon.formats.measurement_specs import CalibrationSpec
 from polygon.formats.schema import check
 
 FORMAT = "polygon-calibration"
+OTHER_RUN_ERROR = 0.158
+"""Half of a 90 % interval over what factors of one run say of another by the same program on the same devices, beside
+that of the run's own steps (`python benchmarks/one_run_factors.py`: the median of 33 groups of published runs)."""
 BASES = ("data sheets", "bench", "profile")
 """What predicts the times of layers (`polygon.cost.tables.CostTables.basis`)."""
 
@@ -29,7 +33,7 @@ class Calibration:
     over: Mapping[str, str] = field(default_factory=dict)
     """By device type, what predicted the times that the factors are over: one of `BASES`."""
     relative_error: float = 0.1
-    """Half of a 90 % interval, from steps that were left out of the fit."""
+    """Half of a 90 % interval over other steps of the same runs, from those that were left out of the fit."""
 
     def __post_init__(self) -> None:
         for name, factors in (("compute", self.compute), ("update", self.update)):
@@ -51,7 +55,7 @@ class Calibration:
             backward_s=layers.backward_s * factor,
             communication_s=layers.communication_s * factor,
             source="calibrated run",
-            relative_error=self.relative_error,
+            relative_error=math.hypot(self.relative_error, OTHER_RUN_ERROR),
             host_error=0.0,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from polygon import search
 from polygon.accuracy import run_logs
 from polygon.commands import calibrate, cli
 from polygon.cost.calibration import Calibration, calibration
+from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.efficiency import MeasuredEfficiency
 from polygon.domain.errors import InputError
@@ -93,6 +95,16 @@ def test_a_run_without_messages_tells_nothing_of_links(alone):
 def test_a_run_without_messages_leaves_the_links_of_another_alone(logged, alone):
     """What the compute of both misses is not made up by communication."""
     assert api_calibrate(logged, alone).communication == pytest.approx(TRUTH.communication, rel=0.1)
+
+
+def test_another_plan_is_not_as_sure_as_the_steps_of_the_run(alone):
+    """Steps of one run differ by a per cent; what its factors say of other runs by more than a tenth."""
+    found = api_calibrate(alone)
+    assert found.relative_error < 0.05
+    problem = replace(routed_problem(4)[0], cluster=small_cluster(1))
+    plan = uniform_plan(problem, ParallelConfig(micro_batch_size=4))
+    prediction = estimate(problem, plan, CostTables(problem, calibration=found))
+    assert math.log(prediction.high_s / prediction.step_s) > 0.1
 
 
 def test_a_short_run_or_a_missing_log_is_refused(logged, tmp_path, capsys):
