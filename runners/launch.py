@@ -313,7 +313,9 @@ def run(
     if options.checkpoint_dir is not None:
         # A model of the user's own has sizes that the plan's does not say; its ranks know them.
         model = problem.model if options.model_file is None else None
-        prepare_folder(options.checkpoint_dir, resume=options.resume, model=model, seed=options.seed)
+        prepare_folder(
+            options.checkpoint_dir, resume=options.resume, model=model, seed=options.seed, lora=options.additions
+        )
     write_plan(options.log_dir / "plan.json", problem, plan)
     start_s = time.monotonic()
     guilty = launcher.run()

@@ -154,7 +154,14 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(name[1]) for name, path in named if name is not None and path.is_dir())
 
 
-def prepare_folder(directory: Path, *, resume: bool, model: Model | None = None, seed: int | None = None) -> None:
+def prepare_folder(
+    directory: Path,
+    *,
+    resume: bool,
+    model: Model | None = None,
+    seed: int | None = None,
+    lora: Mapping[str, Any] | None = None,
+) -> None:
     """Make a folder for checkpoints where there is none.
 
     Parameters
@@ -164,12 +171,14 @@ def prepare_folder(directory: Path, *, resume: bool, model: Model | None = None,
         Whether a run goes on from what is there.
     model, seed : optional
         What is trained, where it is known, and the seed of the data's order.
+    lora : mapping, optional
+        What the additions are like, where these are trained in place of the weights.
 
     Raises
     ------
     InputError
         It cannot be made or written to, or holds those of another run, which then would pass for the newest of this
-        one, or of another model, which this one would write over.
+        one, or of another model or other additions, which this one would write over.
     """
     make_folder(directory)
     if not os.access(directory, os.W_OK):
@@ -185,6 +194,7 @@ def prepare_folder(directory: Path, *, resume: bool, model: Model | None = None,
         return
     if model is not None:
         require_same_model(content, directory, model)
+    require_same_additions(content, directory, lora)
     if seed is not None:
         require_same_seed(content["progress"]["seed"], directory, seed)
 
@@ -207,6 +217,19 @@ def require_same_model(content: Mapping[str, Any], directory: Path, model: Model
     for key in expected:
         if key != "notes" and found[key] != expected[key]:
             raise InputError(f"{directory}: model.{key}: found {found[key]!r}, expected {expected[key]!r}")
+
+
+def require_same_additions(content: Mapping[str, Any], directory: Path, lora: Mapping[str, Any] | None) -> None:
+    """Require what LoRA trains to be the same: a run of weights finds no file of most layers among additions."""
+    found = content.get("lora")
+    if found is None and lora is None:
+        return
+    if found is None or lora is None:
+        words = ["none (all weights)" if one is None else f"rank {one['rank']}" for one in (found, lora)]
+        raise InputError(f"{directory}: lora: found {words[0]}, expected {words[1]}, as this run trains")
+    for key in ("rank", "alpha", "targets"):
+        one, other = (sorted(value) if key == "targets" else value for value in (found[key], lora[key]))
+        require(one == other, f"{directory}: lora.{key}", one, f"{other}, as this run trains")
 
 
 def require_same_seed(found: int, directory: Path, seed: int) -> None:
@@ -380,7 +403,7 @@ class Checkpoints:
                 by_file[stem] = read_file(step_directory(self.directory, step) / f"{stem}{SUFFIX}")
             content = by_file[stem]
             require_same_model(content, self.directory, self.model)
-            self._require_same_additions(content)
+            require_same_additions(content, self.directory, self._lora.get("lora"))
             progress = SavedProgress(**content["progress"])
             if canonical(self.model, name) not in content["parameters"]:
                 raise InputError(f"{self.directory}: found no {name}, expected a checkpoint of what is trained here")
@@ -391,15 +414,6 @@ class Checkpoints:
             progress = SavedProgress(**json.loads(self._store.get("progress")))
         require_same_seed(progress.seed, self.directory, seed)
         return progress, states
-
-    def _require_same_additions(self, content: Mapping[str, Any]) -> None:
-        """Additions of another factor compute something else; those that nobody asks for would be dropped."""
-        found, expected = content.get("lora"), self._lora.get("lora")
-        if found is None or expected is None:  # then what one of them trains is not in the other
-            return
-        for key in ("rank", "alpha", "targets"):
-            one, other = (sorted(value) if key == "targets" else value for value in (found[key], expected[key]))
-            require(one == other, f"{self.directory}: lora.{key}", one, f"{other}, as this run trains")
 
     def load_region(self, step: int, names: Iterable[str], region: str) -> dict[str, dict[str, Any]] | None:
         """Optimizer state that a region had of its own; None where one of the files is not there or damaged."""

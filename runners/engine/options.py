@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from polygon.domain.errors import require, require_number
 from runners.data.choice import DataChoice
@@ -162,6 +163,11 @@ class Options:
             decay_steps=self.decay_steps,
             final_part=self.final_rate,
         )
+
+    @property
+    def additions(self) -> dict[str, Any] | None:
+        """What LoRA's additions are like, as checkpoints say it; None: the weights are trained."""
+        return None if self.lora is None else asdict(self.lora)
 
     def shared(self) -> dict[str, object]:
         """The choices that must be the same on all ranks."""

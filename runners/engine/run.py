@@ -101,7 +101,13 @@ def train(
     _check_options(problem, plan, options)
     layout = Layout(problem, plan, keeps_whole=options.lora is not None)
     if options.checkpoint_dir is not None:
-        prepare_folder(options.checkpoint_dir, resume=options.resume, model=problem.model, seed=options.seed)
+        prepare_folder(
+            options.checkpoint_dir,
+            resume=options.resume,
+            model=problem.model,
+            seed=options.seed,
+            lora=options.additions,
+        )
     training: Training | None = None
     with contextlib.ExitStack() as opened:
         run = "run" if options.log_dir is None else options.log_dir.name

@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -116,7 +116,7 @@ class Training:
                 rank,
                 plan.world_size,
                 store.clone(),  # type: ignore[attr-defined]
-                None if options.lora is None else asdict(options.lora),
+                options.additions,
             )
         self._figures = StepFigures(problem, plan, self.worker.step_flops)
         self.collector: Collector | None = None

@@ -1,6 +1,7 @@
 """Hugging Face in and out: a plan trains what a plain loop of transformers trains, and transformers loads it."""
 
 import json
+import re
 import resource
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -411,6 +412,29 @@ def test_additions_are_the_same_under_any_plan(name, corpus, tmp_path):
     assert expected[-1] < 0.99 * expected[0]
     for (first, _), (last, _) in zip(found, more, strict=True):
         assert first + last == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("first", [None, Lora(rank=2)])
+def test_additions_and_weights_do_not_go_on_from_one_another(first, base, corpus, tmp_path):
+    """Without `--lora` most layers have no file among additions: such a run began anew, and wrote over them."""
+    problem = Problem(
+        cluster=small_cluster(1),
+        model=read_model(base),
+        batch=Batch(global_batch=2, seq_len=16, precision="fp32"),
+    )
+    options = Options(
+        steps=1, data=DataChoice(paths=(corpus,), token_type="uint16"), weights=base, lora=first,
+        checkpoint_dir=tmp_path / "saved",
+    )  # fmt: skip
+    run_ranks(losses_with_additions, 1, problem, uniform(problem), options)
+    kept = sorted(tmp_path.glob("saved/*/*"))
+    other = Lora(rank=2) if first is None else None
+    message = "none (all weights), expected rank 2" if first is None else "rank 2, expected none (all weights)"
+    with pytest.raises(RuntimeError, match=re.escape(f"saved: lora: found {message}, as this run trains")):
+        run_ranks(
+            losses_with_additions, 1, problem, uniform(problem), replace(options, steps=2, lora=other, resume=True)
+        )
+    assert sorted(tmp_path.glob("saved/*/*")) == kept
 
 
 def test_additions_to_routed_experts_are_refused(base):

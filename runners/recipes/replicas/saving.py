@@ -71,9 +71,9 @@ class LayerFiles:
     def __init__(self, home: Home, whole: WholeModel, optimizer: torch.optim.Optimizer, name: str) -> None:
         self._home, self._optimizer, self._keys = home, optimizer, STATE_KEYS[name]
         self._trained = {_in_full_model(home.model, n): p for n, p in whole.named_parameters() if p.requires_grad}
-        prepare_folder(home.folder, resume=home.part.resume, model=home.model, seed=home.seed)
-        store = home.store.clone()  # type: ignore[attr-defined]
         lora = None if home.lora is None else home.lora.additions
+        prepare_folder(home.folder, resume=home.part.resume, model=home.model, seed=home.seed, lora=lora)
+        store = home.store.clone()  # type: ignore[attr-defined]
         self._files = Checkpoints(home.folder, home.model, home.part.keep, home.rank, home.ranks, store, lora)
 
     def resume(self) -> SavedProgress | None:
