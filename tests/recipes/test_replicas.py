@@ -164,6 +164,9 @@ def test_an_interrupted_run_saves_and_goes_on(tmp_path):
     done = int(at.name.removeprefix("step-"))
     _, steps = ran(job_of("vit-tiny-ddp", tmp_path / "b", saved, steps=done + 1))
     assert [step["step"] for step in steps] == [done]
+    # Asked for again, as by a job that is started anew whatever happened: there is nothing left, and that is no fault.
+    summary, steps = ran(job_of("vit-tiny-ddp", tmp_path / "c", saved, steps=done + 1))
+    assert (summary["steps"], steps) == (0, [])
 
 
 def test_a_run_that_diverges_ends_without_saving(tmp_path):

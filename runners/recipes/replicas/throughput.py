@@ -53,6 +53,8 @@ def summary(job: Job) -> dict[str, Any]:
     ]
     path = job.out / RUN_FILE
     write_steps(path, steps)
+    if not steps:  # its checkpoint had them all
+        return {"steps": 0, "log": str(path)}
     steady, last = steps[1:] or steps, steps[-5:]
     step_s = median(step["seconds"] for step in steady)
     held = {
