@@ -74,6 +74,14 @@ def test_a_runs_step_is_the_usual_pair_without_its_first(tmp_path, seconds, step
     assert summarise(*routed_problem(2), tmp_path)["median_step_s"] == step_s
 
 
+def test_a_runs_bytes_are_those_of_all_its_steps(tmp_path):
+    """Of local steps only every third sends anything, the last one too: a third of its bytes a step."""
+    for rank, line in enumerate(lines()):
+        steps = [{**line, "type": "step", "step": n} | ({} if n % 3 == 2 else {"sent_bytes": {}}) for n in range(6)]
+        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert summarise(*routed_problem(2), tmp_path)["cross_region_bytes_per_step"] == 150 / 3
+
+
 def test_between_outer_steps_ranks_wait_for_their_own_region():
     """With local updates the other region's last rank is nobody's bubble: what is waited for then is communication."""
     problem, plan = routed_problem(2)
