@@ -34,7 +34,7 @@ from runners.recipes.backends import Job, Place, backend_of
 from runners.recipes.data import check_paths, training_and_validation
 from runners.recipes.models import batch_of, beside, model_of
 from runners.recipes.predicted_memory import measured_peaks, write_measured
-from runners.recipes.recipe_schema import BACKENDS, read_recipe
+from runners.recipes.recipe_schema import read_recipe
 
 
 def make_parser() -> ProgramParser:
@@ -188,17 +188,12 @@ def _print_table(jobs: Sequence[Job], *, as_json: bool) -> int:
 
 
 def _check(job: Job, *, as_json: bool) -> int:
-    from runners.recipes.backends import engine_backend as engine
-    from runners.recipes.needs import format_needs, needs
+    from runners.recipes.needs import format_needs
 
     check_paths(job.recipe, job.folder)
-    if BACKENDS[job.recipe.backend] == "engine_backend":
-        problem, plan = engine.problem_and_plan(job)
-        rows = needs(problem, plan)
-    else:
-        from runners.recipes.replicas.throughput import needs as replicas_need
-
-        rows = replicas_need(job)
+    backend = backend_of(job)
+    backend.check(job)
+    rows = backend.needs(job)
     sys.stdout.write(format_json(rows) if as_json else format_needs(rows))
     over = [row for row in rows if row["peak_bytes"] > row["memory_bytes"]]
     for row in over:

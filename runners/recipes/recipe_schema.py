@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
 from polygon.domain.errors import InputError, located, one_of
@@ -79,7 +79,7 @@ class ValidationPart(Strict):
 
     every: Count
     """Steps between two validations; the last step is followed by one too."""
-    fraction: Positive = 0.1
+    fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
     path: Name | None = None
     """As in `data`."""
     part: Literal["test"] | None = None

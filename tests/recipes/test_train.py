@@ -151,6 +151,31 @@ def test_a_file_that_is_not_there_is_found_before_a_run_and_by_its_check(recipe,
     assert main([TINY, "--set", "data.path=meta-math/MetaMathQA", "--check"]) == 0
 
 
+@pytest.mark.parametrize("checked", [[], ["--check"]])
+@pytest.mark.parametrize(
+    ("recipe", "setting", "message"),
+    [
+        ("vit-tiny-ddp", "batch.global_batch=33", "found 33, expected a multiple of dp x micro_batch"),
+        ("vit-tiny-ddp", "parallel.tp=2", "parallel.tp: found 2, expected 1 (else backend engine)"),
+        ("vit-tiny-ddp", "parallel.zero=1", "parallel.zero: found 1, expected 0 (else backend deepspeed or engine)"),
+        ("vit-tiny-ddp", "lora={targets: [query, foo]}", "lora.targets: found 'foo', expected names of linear layers"),
+        ("llm-1d-tiny", "validation={every: 2, fraction: 1}", "fraction: found 1, expected a number > 0 and < 1"),
+    ],
+)
+def test_what_no_run_takes_no_check_passes(recipe, setting, message, checked, capsys):
+    """`--check` finds the mistakes that a run would find before its ranks start, save those in the data."""
+    words = [f"instances/recipes/{recipe}.yaml", "--set", setting, "--device", "cpu", *checked]
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+
+
+@pytest.mark.parametrize("recipe", ["vit-huge-zero3", "vit-huge-zeropp"])
+def test_a_recipe_for_gpus_is_checked_without_any(recipe):
+    """What needs a GPU, and DeepSpeed, is asked for where it runs."""
+    assert main([f"instances/recipes/{recipe}.yaml", "--check", "--device", "cpu"]) == 0
+
+
 def test_wandb_online_without_an_account_is_found_before_a_rank_starts(tmp_path):
     """In one line, without asking the network."""
     pytest.importorskip("wandb", reason="wandb is not installed")

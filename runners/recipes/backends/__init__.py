@@ -1,6 +1,8 @@
-"""Who trains a recipe: by name, a module of this folder with four functions.
+"""Who trains a recipe: by name, a module of this folder with six functions.
 
-- ``world_size(job)``: ranks that the recipe needs; raises `InputError` where it cannot be run so.
+- ``check(job)``: raises `InputError` where the recipe can be run on no machine; looks at no data.
+- ``needs(job)``: parameters and predicted peak of every stage, a row each (see `runners.recipes.needs`).
+- ``world_size(job)``: ranks that the recipe needs; raises `InputError` where it cannot be run here.
 - ``needed_bytes(job)``: predicted peak of all ranks together, where they are on CPUs.
 - ``run_rank(job, place)``: all that one rank does; its exit code.
 - ``summary(job)``: figures of a run that has ended, from what the ranks wrote to `job.out` (keys as

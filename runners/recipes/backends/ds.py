@@ -12,6 +12,22 @@ if TYPE_CHECKING:
     from runners.recipes.replicas.loop import Replica
 
 
+def check(job: Job) -> None:
+    """Refuse what replicas do not have, and DeepSpeed can do nowhere."""
+    from runners.recipes.replicas.loop import check_replicated
+    from runners.recipes.replicas.zero import check_degrees
+
+    check_replicated(job)
+    check_degrees(job.recipe)
+
+
+def needs(job: Job) -> list[dict[str, Any]]:
+    """Parameters and predicted peak of a rank."""
+    from runners.recipes.replicas.throughput import needs
+
+    return needs(job)
+
+
 def world_size(job: Job) -> int:
     """As many as replicas.
 

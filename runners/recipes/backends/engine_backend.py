@@ -19,16 +19,31 @@ from runners.engine.summary import summarise, write_trace
 from runners.recipes.backends import Job, Place
 from runners.recipes.data import training_and_validation
 from runners.recipes.models import batch_of, beside, model_of
+from runners.recipes.needs import needs as needs_of
 from runners.recipes.predicted_memory import predicted_peaks
 from runners.recipes.recipe_schema import MetricsPart, Recipe
 
 
-def world_size(job: Job) -> int:
-    """Ranks of the plan."""
+def _checked(job: Job) -> tuple[Problem, Plan]:
     problem, plan = problem_and_plan(job)
     if job.recipe.model.weights is not None:
         check_weights(beside(job.folder, job.recipe.model.weights), problem.model)
-    return plan.world_size
+    return problem, plan
+
+
+def check(job: Job) -> None:
+    """Refuse what the engine cannot run, and weights that do not fit."""
+    _checked(job)
+
+
+def needs(job: Job) -> list[dict[str, Any]]:
+    """Parameters and predicted peak of every stage."""
+    return needs_of(*problem_and_plan(job))
+
+
+def world_size(job: Job) -> int:
+    """Ranks of the plan."""
+    return _checked(job)[1].world_size
 
 
 def problem_and_plan(job: Job) -> tuple[Problem, Plan]:

@@ -13,21 +13,27 @@ if TYPE_CHECKING:
     from runners.recipes.replicas.loop import Replica
 
 
-def world_size(job: Job) -> int:
-    """As many as replicas.
-
-    Raises
-    ------
-    InputError
-        What replicas do not have.
-    """
+def check(job: Job) -> None:
+    """Refuse what replicas do not have."""
     from runners.recipes.replicas.loop import check_replicated
 
     recipe = job.recipe
     check_replicated(job)
     require(recipe.parallel.zero == 0, "parallel.zero", recipe.parallel.zero, "0 (else backend deepspeed or engine)")
     require(recipe.memory.offload == "none", "memory.offload", recipe.memory.offload, "none (else deepspeed or engine)")
-    return recipe.parallel.dp
+
+
+def needs(job: Job) -> list[dict[str, Any]]:
+    """Parameters and predicted peak of a rank."""
+    from runners.recipes.replicas.throughput import needs
+
+    return needs(job)
+
+
+def world_size(job: Job) -> int:
+    """As many as replicas."""
+    check(job)
+    return job.recipe.parallel.dp
 
 
 def needed_bytes(job: Job) -> float:

@@ -62,6 +62,13 @@ def config_of(recipe: Recipe, batch: Batch, *, on_gpu: bool) -> dict[str, Any]:
     return config
 
 
+def check_degrees(recipe: Recipe) -> None:
+    """Refuse what DeepSpeed can do nowhere, with the field of the recipe."""
+    require(recipe.parallel.zero > 0, "parallel.zero", 0, "1, 2 or 3 (nothing split: backend ddp)")
+    found, ranks = recipe.zero_plus.hierarchical, recipe.parallel.dp
+    require(ranks % found == 0, "zero_plus.hierarchical", found, f"a divisor of {ranks} ranks")
+
+
 def check_zero(recipe: Recipe, *, on_gpu: bool) -> None:
     """Refuse what DeepSpeed, or DeepSpeed without a GPU, cannot do.
 
@@ -74,14 +81,12 @@ def check_zero(recipe: Recipe, *, on_gpu: bool) -> None:
         raise InputError(
             "backend: found deepspeed, expected it installed (DS_BUILD_OPS=0 pip install deepspeed==0.19.8)"
         )
-    require(recipe.parallel.zero > 0, "parallel.zero", 0, "1, 2 or 3 (nothing split: backend ddp)")
-    plus, ranks = recipe.zero_plus, recipe.parallel.dp
-    require(ranks % plus.hierarchical == 0, "zero_plus.hierarchical", plus.hierarchical, f"a divisor of {ranks} ranks")
+    check_degrees(recipe)
     if on_gpu:
         return
     for name in ("quantized_weights", "quantized_gradients"):
         require(
-            not getattr(plus, name),
+            not getattr(recipe.zero_plus, name),
             f"zero_plus.{name}",
             True,
             "false on CPUs (DeepSpeed quantises by CUDA kernels only)",
