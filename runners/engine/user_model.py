@@ -81,6 +81,7 @@ class OwnModel:
         )
         for number, layer in enumerate(self.layers):
             self._check(number, layer)
+        self._check_apart()
         self._loss = module.loss
         self.samples: Samples | None = None
         if hasattr(module, "samples"):
@@ -107,6 +108,17 @@ class OwnModel:
                 "depend on the plan (a norm over channels or groups does not)"
             )
 
+    def _check_apart(self) -> None:
+        """Layers are on different devices, each with its own weights, gradients and file of the checkpoint."""
+        first: dict[nn.Parameter, int] = {}
+        for number, layer in enumerate(self.layers):
+            for name, parameter in layer.named_parameters():
+                if first.setdefault(parameter, number) != number:
+                    raise InputError(
+                        f"--model-file {self._path}: layers()[{number}]: found {name}, which layers()"
+                        f"[{first[parameter]}] has too, expected weights of its own"
+                    )
+
     def build(self, numbers: Iterable[int], device: torch.device) -> nn.ModuleDict:
         """Some of the layers by their number (as text), the last one with the loss."""
         last = len(self.layers) - 1
@@ -130,7 +142,9 @@ class OwnModel:
                     raise InputError(f"{where}: found {type(x).__name__} returned, expected one tensor of real numbers")
                 self.shapes.append(tuple(x.shape))
             total = self._guarded("loss(output, targets)", lambda: self._loss(x, targets.to("meta")))
-        require(total.ndim == 0, f"--model-file {self._path}: loss", tuple(total.shape), "one number (a sum)")
+        found = tuple(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__
+        if found != ():
+            raise InputError(f"--model-file {self._path}: loss: found {found}, expected a tensor of one number (a sum)")
         self.micro_batch_flops = 3.0 * counter.get_total_flops()
 
 

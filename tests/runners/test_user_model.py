@@ -139,6 +139,20 @@ def test_own_layers_train_the_same_under_a_plan(model_file, problem_and_plan, tm
     assert rest == pytest.approx(expected[12:], rel=1e-5)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_layer_may_return_what_it_takes(model_file, problem_and_plan, zero):
+    """An `nn.Identity` between two layers that are split: its backward comes before that of the layer before it."""
+    problem, plan = problem_and_plan
+    model_file.write_text(
+        CNN.replace("Mixer(16, 16),\n        Mixer(16, 16),", "Mixer(16, 16),\n        nn.Identity(),")
+    )
+    options = replace(OPTIONS, model_file=model_file, steps=3)
+    [expected] = run_ranks(plain_loop, 1, model_file, options)
+    stages = tuple(replace(stage, zero=zero) for stage in plan.stages)
+    for losses, _ in run_ranks(run_rank, 3, problem, replace(plan, stages=stages), options):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def test_layers_of_ones_own_are_recomputed_whole_or_not_at_all(model_file, problem_and_plan):
     """What lies inside them nobody knows."""
     problem, plan = problem_and_plan
@@ -158,6 +172,11 @@ def test_layers_of_ones_own_are_recomputed_whole_or_not_at_all(model_file, probl
         (("        nn.ZeroPad2d(1),\n", ""), "mixer.py: layers: found 5, expected 6, as in the plan"),
         (("nn.GELU()", "nn.BatchNorm2d(16)"), "layers()[2]: found the buffer '0.num_batches_tracked', expected none"),
         (("nn.Linear(256, 10)", "nn.Linear(250, 10)"), "layers()[5] on (4, 16, 16): RuntimeError: "),
+        (
+            ("Mixer(16, 16),\n        Mixer(16, 16),", "*[Mixer(16, 16)] * 2,"),
+            "layers()[4]: found norm.weight, which layers()[3] has too, expected weights of its own",
+        ),
+        (("return functional", "return 1.0  # functional"), "loss: found float, expected a tensor of one number"),
         (("import torch\n", "import torch\nraise OSError('no')\n"), ", line 4: the file: OSError: no"),
         (["--data", "x.npz"], "--data: found with mixer.py, which has samples, expected one of them"),
         (["--validate-every", "2"], "--validate-every: found with mixer.py, which has samples, expected one of them"),
