@@ -339,7 +339,7 @@ class StageWorker:
             if positions is not None:
                 held = (documents_at(accelerator.from_host(positions), causal=self.layout.problem.model.causal),)
             for layer in range(stage.first_layer, stage.last_layer):
-                module = self.layers[str(layer)]
+                module, given = self.layers[str(layer)], x
                 if self._sharding is not None:
                     self._sharding.enter(layer)
                 if layer == self.layout.problem.model.layers - 1 and targets is not None:
@@ -349,6 +349,9 @@ class StageWorker:
                 else:
                     x = module(x, *held).to(self.dtype)
                 if self._sharding is not None and x.requires_grad:
+                    # Hooks of one tensor are called in their order: a layer that returns what it took (nn.Identity)
+                    # would enter its backward after the layer before it.
+                    x = x.view_as(x) if x is given else x
                     x.register_hook(partial(self._enter_backward, layer))
             if has_loss:
                 self.loss_sum += x.detach()
