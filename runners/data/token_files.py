@@ -107,7 +107,8 @@ def _open_npy(path: Path, token_type: str | None) -> Corpus:
         tokens = np.load(path, mmap_mode="r")
     except (ValueError, EOFError) as error:
         raise InputError(f"{path}: {error}, expected a .npy of token numbers") from None
-    require(tokens.ndim == 1 and tokens.dtype.kind in "iu", str(path), tokens.dtype, "one row of whole numbers")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InputError(f"{path}: found {tokens.dtype} of shape {tokens.shape}, expected one row of whole numbers")
     _check_type(path, token_type, str(tokens.dtype))
     return Corpus(str(path), _scattered(tokens))
 

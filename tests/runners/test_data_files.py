@@ -368,7 +368,7 @@ WRONG = [
     ("x.dat", bytes(range(256)), {}, r"--data .*x\.dat: found bytes that are no text, expected text, tokens"),
     ("x.txt", b"text\0with a hole", {}, "found bytes that are no text"),
     ("x.txt", b"", {}, "expected some text"),
-    ("x.npy", np.array([[1, 2]]), {}, "expected one row of whole numbers"),
+    ("x.npy", np.array([[1, 2]]), {}, r"found int64 of shape \(1, 2\), expected one row of whole numbers"),
     ("x.npy", np.arange(5), {}, r"x\.npy: tokens: found 5, expected at least 9"),
     ("x.npy", b"no header", {}, r"x\.npy: .*expected a \.npy of token numbers"),
     ("x.npy", np.arange(50), {"token_type": "uint16"}, "--token-type: found 'uint16', expected int64, which the file"),
