@@ -113,6 +113,18 @@ def put_together(parts: Sequence[tuple[Place, str]], get: Callable[[str], torch.
     return whole.T.contiguous() if parts[0][0].transposed else whole.contiguous()
 
 
+def check_base(base: Path, model: Model) -> Mapping[str, Any]:
+    """The settings of the folder that a run began with; `InputError` where that is another model's."""
+    from runners.engine.pretrained import CONFIG, check_same
+
+    if not (base / CONFIG).exists():
+        raise InputError(f"--base {base}: found no {CONFIG}")
+    check_same(read_model(base), model, str(base / CONFIG))
+    settings: Mapping[str, Any] = read_json(base / CONFIG)
+    check_config(settings, model, str(base / CONFIG))
+    return settings
+
+
 def config_for(model: Model, base: Path | None, dtype: str) -> Any:
     """transformers' configuration: the base's, or one made from the sizes.
 
@@ -125,16 +137,11 @@ def config_for(model: Model, base: Path | None, dtype: str) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    from runners.engine.pretrained import CONFIG, check_same
-
     if base is None:
         config = AutoConfig.for_model(**config_of(model), bos_token_id=None, eos_token_id=None, pad_token_id=None)
         config.architectures = [CLASSES[config.model_type]]
     else:
-        if not (base / CONFIG).exists():
-            raise InputError(f"--base {base}: found no {CONFIG}")
-        check_same(read_model(base), model, str(base / CONFIG))
-        check_config(read_json(base / CONFIG), model, str(base / CONFIG))
+        check_base(base, model)
         config = AutoConfig.from_pretrained(base, local_files_only=True)
     config.dtype = DTYPES[dtype]
     return config
@@ -277,7 +284,8 @@ def write_adapter(saved: SavedWeights, out: Path, base: Path | None) -> str:
 
     assert saved.lora is not None
     require_transformers()
-    if saved.model.family == "gpt" or (base is not None and KINDS[read_json(base / "config.json")["model_type"]].fused):
+    kind = "" if base is None else str(check_base(base, saved.model)["model_type"])
+    if saved.model.family == "gpt" or (kind and KINDS[kind].fused):
         raise InputError("--merge: found without it, expected it: fused projections take none of our additions")
     # By the names that they have in a whole model: layer 3 is block 2.
     held = {}

@@ -347,6 +347,14 @@ def test_additions_are_trained_by_plans_and_read_by_peft(corpus, tmp_path, capsy
         torch.testing.assert_close(load(tmp_path, base=tmp_path / "base")(ids).logits, late, rtol=0, atol=1e-4)
     assert export_hf([str(tmp_path), "-o", str(tmp_path / "none"), "--merge"]) == 2
     assert "--base: found none" in capsys.readouterr().err
+    saved(tmp_path / "other", "Llama", vocab_size=512)
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
+    capsys.readouterr()
+    for base, message in (("other", "vocab_size: found 512, expected 256"), ("mamba", "model_type: found 'mamba'")):
+        assert export_hf([str(tmp_path), "--base", str(tmp_path / base), "-o", str(tmp_path / "none")]) == 2
+        told = capsys.readouterr().err
+        assert message in told and told.count("\n") == 1 and not (tmp_path / "none").exists()
     for other, message in (({"alpha": 8.0}, "alpha: found 24.0"), ({"targets": ["query"]}, "targets: found .*'down'")):
         with pytest.raises(RuntimeError, match=f"lora.{message}"):
             run_ranks(run_rank, 2, job_of(tmp_path / "base", corpus, parallel, STEPS, tmp_path, lora=lora | other))
