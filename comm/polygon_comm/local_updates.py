@@ -34,7 +34,7 @@ class OuterUpdate:
     ----------
     name : str
     weights : tensor
-        The region's weights, or those of them that this rank keeps; changed in place by the inner optimizer and by
+        The region's weights, or those of them that this rank updates; changed in place by the inner optimizer and by
         `apply`.
     group : SumGroup
         All holders of the weights.
@@ -45,9 +45,10 @@ class OuterUpdate:
     rate, momentum : float
         :math:`\eta` and :math:`\mu`. 1 and 0: plain averaging.
     part : slice
-        Which of the region's weights this rank keeps.
-    whole : callable, optional
-        Gives a copy of all of them where that is but a part; a collective of the region's holders.
+        Which of the region's weights these are.
+    whole : callable
+        Gives a vector as long as all of them, of which each of the region's holders has such a part; a collective of
+        theirs.
     """
 
     def __init__(
@@ -61,18 +62,17 @@ class OuterUpdate:
         rate: float,
         momentum: float,
         part: slice = slice(None),
-        whole: Callable[[], torch.Tensor] | None = None,
+        whole: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
     ) -> None:
         self.name, self.weights, self.fraction = name, weights, fraction
-        self.all_weights = weights.clone if whole is None else whole
-        """A copy of the region's weights."""
-        self.start, self._part = self.all_weights(), part
-        self.momentum = torch.zeros_like(self.start)
+        self.start = weights.clone()
+        self.momentum = torch.zeros_like(weights)
+        self._part, self._whole = part, whole
         self._group, self._shapes, self._rate, self._decay = group, shapes, rate, momentum
 
     def restart(self) -> None:
         """Take the weights as they are for those that all regions have (after a checkpoint was loaded)."""
-        self.start.copy_(self.all_weights())
+        self.start.copy_(self.weights)
 
     def begin(self, sent: torch.Tensor) -> Pending:
         """Start to average with the other regions; the call of the result ends it. A collective of the group.
@@ -80,25 +80,26 @@ class OuterUpdate:
         Parameters
         ----------
         sent : tensor
-            A copy of this region's weights; the weights themselves may change until the end.
+            A copy of the weights; these themselves may change until the end.
         """
         # The outer gradient: where the region began less where it came to, by its part of the samples, so that a sum is
         # the mean.
-        delta = (self.start - sent).mul_(self.fraction)
+        delta = self._whole((self.start - sent).mul_(self.fraction))
         under_way = self._group.begin(delta, f"outer {self.name}", self._shapes, replicated=True)
 
         def finish() -> None:
             # Nesterov's m <- d m + g, w <- w - r (g + d m), on weights that all regions had.
-            self.momentum.mul_(self._decay).add_(delta)
-            self.start.sub_(delta.add_(self.momentum, alpha=self._decay), alpha=self._rate)
+            own = delta[self._part]
+            self.momentum.mul_(self._decay).add_(own)
+            self.start.sub_(own.add_(self.momentum, alpha=self._decay), alpha=self._rate)
             # What was trained while the exchange was under way is kept, on top of the new start.
-            self.weights.sub_(sent[self._part]).add_(self.start[self._part])
+            self.weights.sub_(sent).add_(self.start)
 
         return under_way.then(finish)
 
     def begin_now(self) -> Pending:
         """Start to average the weights as they are."""
-        return self.begin(self.all_weights())
+        return self.begin(self.weights.clone())
 
     def apply(self) -> None:
         """Average with the other regions and start anew; a collective of the group."""

@@ -157,7 +157,11 @@ def group_memory(
     batch, tied = tables.problem.batch, tables.problem.model.head_weight_parameters() / tp
     runtime = tables.problem.runtime
     copies = gradient_copies(batch, runtime, zero)
-    return divided_less(peak, tied, batch, (zero, shards), less, copies, scattered=runtime.zero2_by_micro_batch)
+    return divided_less(
+        *(peak, tied, batch, (zero, shards), less, copies),
+        scattered=runtime.zero2_by_micro_batch,
+        outer=plan.local_steps > 1,
+    )
 
 
 def _tied_end(plan: Plan, tables: CostTables, group: int, shards: int) -> tuple[int, int]:

@@ -452,7 +452,7 @@ def breakdown(
         * (1 + gradient_copies),
         optimizer=(sharded / shards if zero >= 1 else held) * per_optimizer
         + outside_bytes(batch) * outside / (shards if zero >= 1 else 1)
-        + (held * OUTER_BYTES if outer else 0.0),
+        + ((sharded / shards if zero >= 1 else held) * OUTER_BYTES if outer else 0.0),
         activations=activation_bytes * in_flight,
         transient=transient_bytes,
         context=context_bytes,
@@ -468,6 +468,7 @@ def divided_less(
     copies: float = 0.0,
     *,
     scattered: bool = True,
+    outer: bool = False,
 ) -> MemoryBreakdown:
     """Memory of a device on which ZeRO divides some parameters less than the others: a tied weight, by what both its
     stages do.
@@ -478,14 +479,14 @@ def divided_less(
         How many, on this device.
     own, less : pair of int
         ZeRO stage, and devices over which it divides: of `peak`, and of these parameters.
-    copies, scattered
-        As `gradient_copies` and `scattered` of `breakdown`.
+    copies, scattered, outer
+        As `gradient_copies`, `scattered` and `outer` of `breakdown`.
     """
     parts = [
         breakdown(
             parameters, 0.0, 0.0, 0.0, parameters, parameters,
             in_flight=0.0, zero=zero, shards=shards, batch=batch, context_bytes=0.0, gradient_copies=copies,
-            scattered=scattered,
+            scattered=scattered, outer=outer,
         )
         for zero, shards in (own, less)
     ]  # fmt: skip

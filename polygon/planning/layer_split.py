@@ -137,7 +137,8 @@ def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, shards: 
     tied = bank.tied[c] if bank.tied_once and (first == 0) != (last == bank.parameters.shape[1] - 1) else 0.0
     owed = (count - tied) * stages.owed_bytes[s, i] * (bank.tp[c] if stages.unlike[s] else 1)
     owed += tied * stages.tied_owed_bytes[s, i] * (bank.tp[c] if stages.whole_ties[0] else 1)
-    held = count * (bank.held_bytes[zero] + stages.outer_bytes[0]) + owed
+    divided = held_parameters(bank, bank.divided, c, first, last) / shards
+    held = count * bank.held_bytes[zero] + owed + (divided if zero else count) * stages.outer_bytes[0]
     if bank.on_host[c]:
         largest = 0.0
         for layer in (first, min(first + 1, last - 1), last - 1):
@@ -148,8 +149,8 @@ def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, shards: 
         held += bank.outside_bytes * _outside(bank, c, first, last) / shards
     if zero and stages.whole_ties[0] and (first == 0) != (last == bank.parameters.shape[1] - 1):
         less = bank.held_bytes[0] - bank.held_bytes[zero] + bank.divided_bytes[0] - bank.divided_bytes[zero] / shards
-        held += bank.tied[c] * (less + bank.outside_bytes * (1 - 1 / shards))
-    return float(held + held_parameters(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards)
+        held += bank.tied[c] * (less + (bank.outside_bytes + stages.outer_bytes[0]) * (1 - 1 / shards))
+    return float(held + divided * bank.divided_bytes[zero])
 
 
 @inner

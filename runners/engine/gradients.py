@@ -16,6 +16,7 @@ from polygon_comm.accelerator import Accelerator
 from polygon_comm.line import BYTES_UNDER_WAY, MOST_UNDER_WAY, SUMS_UNDER_WAY, Pending, SumLine
 from polygon_comm.parameter_server import Part, ServerGroup
 from polygon_comm.reduction import SumGroup
+from polygon_comm.sharding import Split
 from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -104,9 +105,41 @@ class Bucket:
         """All weights of the bucket, as layers have them."""
         return self.weights
 
-    def all_weights(self) -> torch.Tensor:
-        """All weights as they are updated; a collective of the owners where each keeps a part, then a copy."""
-        return self.weights
+    @property
+    def divided(self) -> bool:
+        """Whether the owners in this region each update a stretch (ZeRO)."""
+        return self.zero > 0 and self.owners is not None
+
+    @property
+    def split(self) -> Split:
+        """What each of the owners updates."""
+        assert self.owners is not None
+        # Equal to within one weight, wherever tensors begin: a flat optimizer does not care.
+        return Split(self.name, tuple(self.owners.near_ranks), self.size)
+
+    @property
+    def own(self) -> slice:
+        """What this rank updates."""
+        if not self.divided:
+            return slice(0, self.size)
+        assert self.owners is not None
+        return self.split.part(self.owners.near_ranks[self.owners.near_place])
+
+    def fill_in(self, vector: torch.Tensor) -> None:
+        """Fill in the stretches of the other owners; a collective of theirs."""
+        if self.divided:
+            assert self.owners is not None
+            split = self.split
+            self.owners.share_parts(vector, [(part.start, part.stop) for part in map(split.part, split.owners)])
+
+    def whole_of(self, part: torch.Tensor) -> torch.Tensor:
+        """A vector of which every owner has its stretch; a collective of theirs, but for one that is whole already."""
+        if len(part) == self.size:
+            return part
+        whole = part.new_zeros(self.size)
+        whole[self.own] = part
+        self.fill_in(whole)
+        return whole
 
     def put(self, weights: torch.Tensor) -> None:
         """Take new weights, of which all are given."""

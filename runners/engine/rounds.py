@@ -20,6 +20,9 @@ from polygon.domain.errors import require
 from runners.engine.gradients import Bucket
 from runners.engine.options import Options
 
+STOPS = "stops"
+"""Who wants to stop: exchanged as a bucket is."""
+
 
 class Rounds:
     """One rank's exchanges with the other regions.
@@ -57,19 +60,19 @@ class Rounds:
             if bucket.group is not None and bucket.fraction is not None:
                 self.outer[bucket.name] = OuterUpdate(
                     bucket.name,
-                    bucket.weights,
+                    bucket.weights_of(bucket.own.start, bucket.own.stop),
                     bucket.group,
                     bucket.fraction,
                     bucket.shapes,
-                    part=slice(bucket.weights_start, bucket.weights_start + len(bucket.weights)),
-                    whole=bucket.all_weights if len(bucket.weights) < bucket.size else None,
+                    part=bucket.own,
+                    whole=bucket.whole_of,
                     rate=options.outer_rate,
                     momentum=options.outer_momentum,
                 )
                 # A tied weight's bucket has another place on the other stage that holds it.
                 self._fragment_of[bucket.name] = 0 if bucket.name == "tied" else place % self._fragments
-        self._under_way: deque[tuple[int, Callable[[], None]]] = deque()
-        """Step at whose end an exchange is waited for, and what then ends it."""
+        self._under_way: deque[tuple[int, str, Callable[[], None]]] = deque()
+        """Step at whose end an exchange is waited for, of which bucket it is, and what then ends it."""
         self._stop_heard = False
 
     @property
@@ -93,8 +96,8 @@ class Rounds:
         for outer in self.outer.values():
             outer.restart()
 
-    def go_on(self, step: int, *, stop: bool) -> bool:
-        """Begin and end the exchanges that are due after a step in which not all meet; whether weights changed.
+    def go_on(self, step: int, *, stop: bool) -> set[str]:
+        """Begin and end the exchanges that are due after a step in which not all meet; buckets whose weights changed.
 
         `stop` says whether this rank wants to stop; the others hear of it with the next whole round.
         """
@@ -103,32 +106,34 @@ class Rounds:
         for fragment in range(self._fragments):
             if self._streams and (done - fragment * self._every // self._fragments) % self._every == 0:
                 due = [outer for name, outer in self.outer.items() if self._fragment_of[name] == fragment]
-                begins = [partial(outer.begin, outer.all_weights()) for outer in due]
+                begins = [(outer.name, partial(outer.begin, outer.weights.clone())) for outer in due]
                 if fragment == 0:
-                    begins.append(partial(self._begin_stops, stop=stop))
-                self._under_way += [(step + self._overlap, self._line.exchange(begin)) for begin in begins]
+                    begins.append((STOPS, partial(self._begin_stops, stop=stop)))
+                self._under_way += [(step + self._overlap, name, self._line.exchange(begin)) for name, begin in begins]
                 ended |= self._end(step)
         return ended
 
     def _begin_stops(self, *, stop: bool) -> Pending:
         stops = torch.tensor([float(stop)], device=self._line.device)
-        under_way = self._everyone.begin(stops, "stops")
+        under_way = self._everyone.begin(stops, STOPS)
 
         def finish() -> None:
             self._stop_heard = stops.item() > 0
 
         return under_way.then(finish)
 
-    def _end(self, step: float) -> bool:
-        """End the exchanges that have had their steps; whether there were any."""
-        ended = False
+    def _end(self, step: float) -> set[str]:
+        """End the exchanges that have had their steps; of which buckets."""
+        ended = set()
         while self._under_way and self._under_way[0][0] <= step:
-            self._under_way.popleft()[1]()
-            ended = True
-        return ended
+            _, name, end = self._under_way.popleft()
+            end()
+            ended.add(name)
+        return ended - {STOPS}
 
-    def meet(self) -> None:
-        """End what is under way and exchange everything: then all regions have the same weights."""
+    def meet(self) -> set[str]:
+        """End what is under way and exchange everything: then all regions have the same weights; those that changed."""
         self._end(float("inf"))
         for end in [self._line.exchange(outer.begin_now) for outer in self.outer.values()]:
             end()
+        return set(self.outer)

@@ -447,16 +447,14 @@ class Training:
         """What the regions send one another after local steps; the loss of all where they meet, else this region's."""
         with self.log.interval("reduce", "outer step"):
             if not together:
-                if self.rounds.go_on(step, stop=self.stop_requested.is_set()):
-                    self._take_weights()
+                self._take_weights(self.rounds.go_on(step, stop=self.stop_requested.is_set()))
                 return near
-            self.rounds.meet()
-            self._take_weights()
+            self._take_weights(self.rounds.meet())
             return self._agreement.meet(alone=self.alone)
 
-    def _take_weights(self) -> None:
-        # Members share them, which must not be while sums begin: after those that do.
-        self.worker.reducer.line.submit(self.update.take_weights).result()
+    def _take_weights(self, names: set[str]) -> None:
+        # Owners share them, which must not be while sums begin: after those that do.
+        self.worker.reducer.line.submit(lambda: self.update.take_weights(names)).result()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state between two steps; `passing`: most that were there besides.

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from polygon_comm.parameter_server import ServerGroup
-from polygon_comm.sharding import Split
 from torch import nn
 
 from polygon.domain.errors import require
@@ -150,30 +149,16 @@ class Update:
             return piece.state
         return self._optimizer.state[piece.parameter]
 
-    def _divided(self, bucket: Bucket) -> bool:
-        """Whether the members in this region update parts."""
-        return bucket.zero > 0 and bucket.owners is not None
-
     def _share(self, bucket: Bucket, vector: torch.Tensor) -> None:
         """Fill in what other members updated."""
         if isinstance(bucket.group, ServerGroup):
             bucket.group.share_from_owners_(vector, bucket.parts)
-        if self._divided(bucket):
-            assert bucket.owners is not None
-            bucket.owners.share_parts(vector, self._parts(bucket))
-
-    def _parts(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """Which stretch each member in this region updates."""
-        # Equal to within one weight, wherever tensors begin: a flat optimizer does not care.
-        owners = bucket.owners.near_ranks if bucket.owners is not None and self._divided(bucket) else (self._rank,)
-        split = Split(bucket.name, tuple(owners), bucket.size)
-        return [(part.start, part.stop) for part in map(split.part, owners)]
+        bucket.fill_in(vector)
 
     def _split(self, bucket: Bucket) -> list[_Piece]:
         mine = bucket.owned_by(self._rank)
-        if self._divided(bucket):
-            assert bucket.owners is not None
-            mine = [self._parts(bucket)[bucket.owners.near_place]]
+        if bucket.divided:
+            mine = [(bucket.own.start, bucket.own.stop)]
         pieces = []
         for start, stop in mine:
             borders = sorted({start, min(max(bucket.matrix_elements, start), stop), stop})
@@ -265,11 +250,8 @@ class Update:
     @torch.no_grad()
     def _take_factored_step(self, optimizer: torch.optim.Adafactor, bucket: Bucket, rate: float, factor: float) -> None:
         """Adafactor on a bucket, whose gradient is to be taken times a factor; a collective (ZeRO, servers, TP)."""
-        gradient, weights = bucket.vector.mul_(factor), bucket.all_weights()
-        if len(gradient) < bucket.size:
-            gradient = gradient.new_zeros(bucket.size)
-            gradient[bucket.vector_start : bucket.vector_start + len(bucket.vector)] = bucket.vector
-        if isinstance(bucket.group, ServerGroup) or gradient is not bucket.vector:
+        gradient, weights = bucket.whole_of(bucket.vector.mul_(factor)), bucket.whole_of(bucket.weights)
+        if isinstance(bucket.group, ServerGroup):
             self._share(bucket, gradient)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -302,19 +284,20 @@ class Update:
             states += self._adafactor.state.values()
         return sum(state[key].nbytes for state in states for key in self._keys if key in state)
 
-    def take_weights(self) -> None:
-        """Let the optimizer see weights that were changed by others, and layers where theirs are apart; a collective
-        there."""
+    def take_weights(self, names: Collection[str]) -> None:
+        """Let the optimizer see weights of some buckets that an exchange changed, and the other owners and layers; a
+        collective of the owners."""
         for piece in self._pieces:
-            piece.take_weights()
+            if piece.bucket.name in names:
+                piece.take_weights()
         for bucket in self.buckets:
-            if (weights := bucket.updated()) is not None and weights is not bucket.weights:
-                self._share(bucket, weights)
+            if bucket.name in names and (weights := bucket.updated()) is not None:
+                bucket.fill_in(weights)
 
     def state(self, bucket: Bucket, more: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
         """Weights, optimizer state and more vectors of a bucket by parameter, uncut; a collective (ZeRO-1, TP)."""
-        weights = bucket.all_weights()
-        flat: dict[str, torch.Tensor] = {"value": weights} | dict(more)
+        weights = bucket.whole_of(bucket.weights)
+        flat = {"value": weights} | {key: bucket.whole_of(vector) for key, vector in more.items()}
         keys = {name: self._kept(bucket, name) if self.applied else () for name in bucket.places}
         # Every member takes part in every sharing, also one that updates nothing of this bucket.
         for key in dict.fromkeys(key for kept in keys.values() for key in kept):
@@ -355,7 +338,8 @@ class Update:
         return self._keys if self.applied else ()
 
     def load(self, bucket: Bucket, states: Mapping[str, Mapping[str, Any]], more: Mapping[str, torch.Tensor]) -> None:
-        """Set weights, optimizer state and more vectors (where saved) of a bucket from those of its parameters."""
+        """Set weights, optimizer state and more vectors (where saved; all of one, or what this rank updates) of a
+        bucket from those of its parameters."""
         first = next(iter(states.values()))
         self.applied = int(first["updates"])
         for name in bucket.places if self.applied else ():
@@ -376,7 +360,7 @@ class Update:
         bucket.put(vector_of("value"))
         for key, vector in more.items():
             if key in first:
-                vector.copy_(vector_of(key))
+                vector.copy_(vector_of(key)[bucket.own if len(vector) < bucket.size else slice(None)])
         kept = [(start, self._kept(bucket, name), states[name]) for name, (start, _, _) in bucket.places.items()]
         flat = {
             key: vector_of(key) for key in dict.fromkeys(key for _, keys, state in kept for key in keys if key in state)

@@ -252,12 +252,12 @@ class StageWorker:
         if divided >= 2:
             assert owners is not None
             bucket = ShardedBucket(
-                *common, device=device, accelerator=self.wires.accelerator, rank=self.rank, zero=zero, owners=owners,
+                *common, device=device, accelerator=self.wires.accelerator, zero=zero, owners=owners,
                 copies=copies, dtype=dtype,
             )  # fmt: skip
         elif dtype != torch.float32:
             assert owners is not None
-            bucket = PartedBucket(*common, device=device, rank=self.rank, zero=zero, owners=owners, dtype=dtype)
+            bucket = PartedBucket(*common, device=device, zero=zero, owners=owners, dtype=dtype)
         else:
             bucket = Bucket(*common, whole=whole, device=device)
             bucket.zero, bucket.owners = min(zero, 1), owners

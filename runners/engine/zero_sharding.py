@@ -25,7 +25,7 @@ import torch
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.line import Pending
 from polygon_comm.reduction import SumGroup
-from polygon_comm.sharding import PartExchange, Split
+from polygon_comm.sharding import PartExchange
 from polygon_comm.transport import Sending
 
 from polygon.domain.model import Model
@@ -43,11 +43,9 @@ class PartedBucket(Bucket):
     A micro-batch's gradients have 16 bits, as autograd wants them of such weights; their sum has 32.
     """
 
-    def __init__(self, *args: Any, rank: int, zero: int, owners: SumGroup, dtype: torch.dtype, **more: Any) -> None:
+    def __init__(self, *args: Any, zero: int, owners: SumGroup, dtype: torch.dtype, **more: Any) -> None:
         super().__init__(*args, **more)
         self.zero, self.owners = zero, owners
-        self.split = Split(self.name, owners.near_ranks, self.size)
-        self._own = self.split.part(rank)
         self._whole_weights = self.weights
         """What the parameters look into."""
         if dtype != self.weights.dtype:
@@ -62,22 +60,12 @@ class PartedBucket(Bucket):
                 parameter.register_post_accumulate_grad_hook(lambda _, key=key: self.collect(key))
 
     def _keep_part(self) -> None:
-        self.weights, self.weights_start = self.weights[self._own].clone(), self._own.start
+        self.weights, self.weights_start = self.weights[self.own].clone(), self.own.start
 
     @property
     def whole_weights(self) -> torch.Tensor:
         """All weights of the bucket, as layers have them."""
         return self._whole_weights
-
-    def all_weights(self) -> torch.Tensor:
-        """All weights as they are updated; a collective of the owners where each keeps a part, then a copy."""
-        if len(self.weights) == self.size:
-            return self.weights
-        found = self.weights.new_zeros(self.size)
-        found[self._own] = self.weights
-        assert self.owners is not None
-        self.owners.share_parts(found, [(part.start, part.stop) for part in map(self.split.part, self.split.owners)])
-        return found
 
     @property
     def apart(self) -> bool:
@@ -100,7 +88,7 @@ class PartedBucket(Bucket):
         if self.zero == 3:
             return None
         if self.apart:
-            self.whole_weights[self._own] = self.weights
+            self.whole_weights[self.own] = self.weights
         return self.whole_weights
 
     def collect(self, name: str) -> None:
@@ -122,14 +110,13 @@ class ShardedBucket(PartedBucket):
         self,
         *args: Any,
         accelerator: Accelerator,
-        rank: int,
         zero: int,
         owners: SumGroup,
         copies: SumGroup | None,
         dtype: torch.dtype,
         **more: Any,
     ) -> None:
-        super().__init__(*args, rank=rank, zero=zero, owners=owners, dtype=dtype, **more)
+        super().__init__(*args, zero=zero, owners=owners, dtype=dtype, **more)
         assert self.group is not None
         self.copies = copies
         self._accelerator = accelerator
@@ -139,7 +126,7 @@ class ShardedBucket(PartedBucket):
             self.drop()
         self.given = self.weights
         """This rank's part as others are sent it."""
-        self.vector, self.vector_start = self.vector[self._own].clone(), self._own.start
+        self.vector, self.vector_start = self.vector[self.own].clone(), self.own.start
         self._lock = threading.Lock()
         self._missing_parts = 0
         self._complete: Future[None] = Future()
@@ -174,7 +161,7 @@ class ShardedBucket(PartedBucket):
         """Put the whole weights together from this rank's and the others' parts."""
         whole = self.whole_weights
         self._accelerator.fill_again(whole)
-        whole[self._own] = self.weights
+        whole[self.own] = self.weights
         for part, values in parts:
             whole[part] = values
 
@@ -235,8 +222,8 @@ class ShardedBucket(PartedBucket):
     def _begin_whole(self, dtype: torch.dtype, begin: Callable[[torch.Tensor], Pending]) -> Pending:
         """Start a sum of whole vectors in which this rank has its part alone."""
         total = torch.zeros(self.size, dtype=dtype, device=self.vector.device)
-        total[self._own] = self.vector.to(dtype)
-        return begin(total).then(lambda: self._take(total[self._own]))
+        total[self.own] = self.vector.to(dtype)
+        return begin(total).then(lambda: self._take(total[self.own]))
 
     def _take(self, part: torch.Tensor) -> None:
         if part is not self.vector:

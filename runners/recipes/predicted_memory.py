@@ -120,7 +120,7 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
         *(held, 0.0, *rest), in_flight=1.0, zero=stage.zero, shards=shards, batch=batch, context_bytes=0.0,
         outer=plan.local_steps > 1,
     )  # fmt: skip
-    peak = divided_less(peak, tied, batch, own, less)
+    peak = divided_less(peak, tied, batch, own, less, outer=plan.local_steps > 1)
     # What is sent to the next stage stays until its gradient comes.
     sent = _message_bytes(problem, plan, worker) / (way.tp if way.sequence else 1)
     return replace(peak, activations=peak.activations + (sent if s + 1 < len(plan.stages) else 0.0))

@@ -71,3 +71,42 @@ def test_one_local_step_with_plain_averaging_is_synchronous_sgd():
     results = run_ranks(quadratic_descent, 2, 20)
     assert results[0][0] == results[1][0]
     assert results[0][0] == pytest.approx(results[0][1], abs=1e-5)
+
+
+def two_regions_of_two(rank, port, divided):
+    """Weights that the ranks of two regions have after three exchanges, each of all or of its part of them."""
+    store = TCPStore("127.0.0.1", port, 4, rank == 0, wait_for_workers=False)
+    members = members_of("four", range(4), {0: 0, 1: 0, 2: 1, 3: 1})
+    streams = {peer: 1 for peer in range(4) if peer != rank}
+    wires = Wires(store, rank, streams, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
+    group, region = SumGroup(members, wires), rank // 2
+    parts = [(0, 20), (20, 41)] if divided else [(0, 41), (0, 41)]
+    part = slice(*parts[rank % 2])
+
+    def whole(vector):
+        if not divided:
+            return vector
+        found = torch.zeros(41)
+        found[part] = vector
+        group.share_parts(found, parts)
+        return found
+
+    weights = torch.zeros(41)[part]
+    outer = OuterUpdate(
+        *("x", weights, group, (0.25, 0.75)[region], [(41,)]), rate=0.7, momentum=0.9, part=part, whole=whole
+    )
+    for step in range(3):
+        weights += torch.randn(2, 41, generator=torch.Generator().manual_seed(step))[region][part]
+        outer.apply()
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(4)])
+    return weights.tolist(), len(outer.start) + len(outer.momentum)
+
+
+def test_parts_of_the_weights_are_updated_as_all_of_them():
+    """Each holder in a region keeps the outer optimizer of its part alone, and all parts together are the whole."""
+    whole, divided = (run_ranks(two_regions_of_two, 4, kind) for kind in (False, True))
+    assert all(weights == whole[0][0] for weights, _ in whole)
+    for first, second in (divided[:2], divided[2:]):
+        assert first[0] + second[0] == pytest.approx(whole[0][0], abs=1e-6)
+        assert (first[1], second[1], whole[0][1]) == (40, 42, 82)

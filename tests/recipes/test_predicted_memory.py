@@ -66,7 +66,7 @@ def test_weights_of_32_bits_are_there_beside_their_copies(zeros):
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_regions_that_train_by_themselves_hold_the_weights_of_the_last_meeting(zero):
-    """And the outer optimizer's momentum, both of 32 bits and whole; ZeRO divides what the region updates."""
+    """And the outer optimizer's momentum, both of 32 bits; ZeRO divides them as what the region updates."""
     problem, plan = two_stages((0, 0), [[0, 0]] * 4, "bf16")
     problem = replace(problem, cluster=small_cluster(2, 2))
     plan = small_plan(problem.cluster, [(0, 6)], [[0, 1, 2, 3]], [[0], [1], [2], [3]])

@@ -69,18 +69,20 @@ def test_fragments_go_in_turn_and_arrive_later(rounds_of):
             tensor += 1.0
         changed.append(rounds.go_on(step, stop=False))
     # Fragment 1 begins after 2 and 6 steps, fragment 0 after 4 and 8.
-    assert changed == [False, False, True, False, True, False, True, False]
+    first, second = {"blocks.0", "blocks.2"}, {"blocks.1"}
+    assert changed == [set(), set(), second, set(), first, set(), second, set()]
     starts = {name: outer.start.tolist() for name, outer in rounds.outer.items()}
     assert starts == {"blocks.0": [5, 5], "blocks.1": [7, 7], "blocks.2": [5, 5]}
     assert all(tensor.tolist() == [9, 9] for tensor in weights.values())
-    rounds.meet()
+    assert rounds.meet() == first | second
     assert {tuple(outer.start.tolist()) for outer in rounds.outer.values()} == {(9, 9)}
 
 
 def test_without_overlap_an_exchange_ends_in_its_step(rounds_of):
     """And where all go at once nothing is begun in between."""
     rounds = rounds_of(4, outer_fragments=2)
-    assert [rounds.go_on(step, stop=False) for step in range(5)] == [False, True, False, True, False]
+    first, second = {"blocks.0", "blocks.2"}, {"blocks.1"}
+    assert [rounds.go_on(step, stop=False) for step in range(5)] == [set(), second, set(), first, set()]
     assert not any(rounds_of(4).go_on(step, stop=False) for step in range(8))
 
 

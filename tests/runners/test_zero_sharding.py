@@ -21,10 +21,10 @@ def bucket_of(zero, dtype=torch.float32):
     """Six weights in two parameters, of which this rank, the second of two, keeps the last three."""
     wires = Wires(HashStore(), 1, {}, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     alone = SumGroup(members_of("own", [1], {1: 0}), wires)
-    owners = SimpleNamespace(near_ranks=(0, 1))
+    owners = SimpleNamespace(near_ranks=(0, 1), near_place=1)
     parameters = {"bias": nn.Parameter(torch.tensor([5.0, 6])), "matrix": nn.Parameter(torch.arange(1.0, 5).view(2, 2))}
     return ShardedBucket(
-        "blocks.0", parameters, alone, accelerator=Accelerator(), rank=1, zero=zero, owners=owners, copies=None,
+        "blocks.0", parameters, alone, accelerator=Accelerator(), zero=zero, owners=owners, copies=None,
         dtype=dtype,
     )  # fmt: skip
 
