@@ -229,6 +229,11 @@ def _to_layers(values: np.ndarray, layers: int) -> np.ndarray:
     return values.copy()
 
 
+def _once(sizes: Mapping[int, Measurement], where: str, size: int) -> None:
+    """Require that a size was not measured before, since which of both counts nobody says."""
+    require(size not in sizes, f"{where} {size}", Message("found.entries", entries=2), "one")
+
+
 def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
     """Read the `sailor_profiles` format: one profile for each model of the file."""
     check(ModelProfilesSpec, data)
@@ -246,7 +251,9 @@ def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
         )
         key = (own_or_known(entry["gpu_type"]), int(entry["tensor_parallel"]))
         size = int(entry["micro_batch_size_sequences"])
-        points[name].setdefault(key, {})[size] = Measurement(
+        sizes = points[name].setdefault(key, {})
+        _once(sizes, f"compute[{i}]: {name}, {key[0]}, tp {key[1]}, micro_batch_size_sequences", size)
+        sizes[size] = Measurement(
             micro_batch_size=size,
             forward_s=np.asarray(entry["forward_s_per_layer"], dtype=float),
             backward_s=np.asarray(entry["backward_s_per_layer"], dtype=float),
@@ -379,7 +386,9 @@ def kind_profile(data: Mapping[str, Any]) -> KindProfile:
     for i, entry in enumerate(spec.layers):
         of = entry.kind.partition(",")[0]
         require(of in KINDS, f"layers[{i}].kind", entry.kind, one_of(of, KINDS))
-        points.setdefault((entry.kind, entry.tp), {})[entry.micro_batch_size] = Measurement(
+        sizes = points.setdefault((entry.kind, entry.tp), {})
+        _once(sizes, f"layers[{i}]: {entry.kind}, tp {entry.tp}, micro_batch_size", entry.micro_batch_size)
+        sizes[entry.micro_batch_size] = Measurement(
             micro_batch_size=entry.micro_batch_size,
             forward_s=np.array([entry.forward_s]),
             backward_s=np.array([entry.backward_s]),

@@ -189,6 +189,7 @@ def test_own_format_replaces_only_what_was_measured():
             {"layers": [{**LAYER, "kind": "blok"}]},
             "layers[0].kind: found 'blok', expected 'block' (nearest) or another of block, embedding, head, moe",
         ),
+        ({"layers": [LAYER, LAYER]}, "layers[1]: block, tp 1, micro_batch_size 1: found 2 entries, expected one"),
         ({"layers": [{**LAYER, "update_s": []}]}, "layers[0].update_s: found an empty list, expected a number >= 0"),
         ({"format": "polygon-bench"}, "format: found 'polygon-bench', expected 'polygon-layer-profile'"),
     ],
@@ -219,7 +220,12 @@ def test_whole_models_may_be_measured_on_a_card_of_one_s_own():
 
 
 def test_a_measured_model_has_a_time_for_every_layer():
-    """A list that is too short is named, and so is a layer that takes nothing."""
+    """A list that is too short is named, and so is a layer that takes nothing, or a size that comes twice."""
+    twice = whole_model("t4")
+    with pytest.raises(
+        InputError, match=r"^compute\[1\]: own, t4, tp 1, micro_batch_size_sequences 1: found 2 entries"
+    ):
+        model_profiles(twice | {"compute": twice["compute"] * 2})
     with pytest.raises(InputError, match=r"^compute\[0\]\.forward_s_per_layer: found 3 entries, expected 4$"):
         model_profiles(whole_model("t4", forward_s_per_layer=[0.01] * 3))
     assert model_profiles(whole_model("t4", forward_s_per_layer=[0.01, 0.0, 0.01, 0.01]))
