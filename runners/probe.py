@@ -103,8 +103,10 @@ def iperf3_report(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _not_measured(report: dict[str, Any]) -> list[str]:
-    """Ordered pairs of the session's regions of which nothing is known."""
-    regions = list(dict.fromkeys(facts["region"] for facts in report["ranks"]))
+    """Ordered pairs of the session's regions, or of those that links name, of which nothing is known."""
+    named = (link[end] for link in report["links"] for end in ("source_region", "target_region"))
+    ranks = [facts for facts in report.get("ranks") or () if isinstance(facts, dict) and "region" in facts]
+    regions = list(dict.fromkeys([*(str(facts["region"]) for facts in ranks), *named]))
     known = {(link["source_region"], link["target_region"]) for link in report["links"]}
     return [f"{a} -> {b}" for a in regions for b in regions if a != b and (a, b) not in known]
 
@@ -118,8 +120,16 @@ def _put_into_cluster(args: argparse.Namespace) -> int:
         raise InputError(f"{args.report}: found no {FORMAT}, expected a report that the probe wrote (-o, or --json)")
     with located(f"{args.report}: "):
         measured = measured_cluster(files.read_cluster(args.cluster), data)
-    files.write_cluster(args.out or "-", measured)
-    return cli.EXIT_OK
+    if data["links"]:
+        files.write_cluster(args.out or "-", measured)
+        _say_not_measured(data, args.cluster)
+    return _verdict(data)
+
+
+def _say_not_measured(report: dict[str, Any], cluster: str) -> None:
+    """Which links stay as the cluster's file has them."""
+    if missing := _not_measured(report):
+        _say(f"not measured, as {cluster} says: {', '.join(missing)}")
 
 
 def _say(text: str) -> None:
@@ -198,8 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"interrupted: these {len(report['links'])} links were measured, the others were not")
     if cluster and report["links"]:
         files.write_cluster(args.out or "-", measured_cluster(cluster, report))
-        if missing := _not_measured(report):
-            _say(f"not measured, as {args.cluster} says: {', '.join(missing)}")
+        _say_not_measured(report, args.cluster)
     elif args.out and not cluster:
         files.write_json(args.out, report)
     if args.json and not (cluster and not args.out):

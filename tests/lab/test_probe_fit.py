@@ -137,6 +137,7 @@ def test_a_report_of_before_goes_into_a_cluster(tmp_path, capsys, status_of):
     assert main(["--iperf3", f"A:B={run}", "-o", str(report)]) == 0
     words = ["--report", str(report), "--cluster", str(source), "-o", str(out)]
     assert main(words) == 0
+    assert capsys.readouterr().err == f"not measured, as {source} says: B -> A\n"
     cluster = read_cluster(out)
     assert cluster.latency_s[0, 1] == pytest.approx(0.03) and cluster.bytes_per_s[0, 1] == pytest.approx(300e6 / 8)
     assert status_of(main, words[:2]) == 2 and "expected --cluster FILE" in capsys.readouterr().err
@@ -148,6 +149,9 @@ def test_a_report_of_before_goes_into_a_cluster(tmp_path, capsys, status_of):
         assert status_of(main, words) == 2
         told = f"{report}: links[0].{name}: found {float(value)}, expected a number {allowed}"
         assert told in capsys.readouterr().err
+    report.write_text(json.dumps(found | {"links": []}))
+    assert status_of(main, words) == 2
+    assert "found no link that could be measured" in capsys.readouterr().err
 
 
 def test_a_link_inside_a_region_goes_to_its_nodes():
