@@ -28,7 +28,7 @@ MOST_TIERS = 16
 MANY_NODES = 1 << 40
 """More than any region has."""
 LEAST_PIECE = 1024
-"""Tokens of a sequence's piece; plans that cut sequences further are not counted."""
+"""Tokens of a sequence's piece; plans that cut sequences further are not counted but on devices with a profile."""
 
 
 class WorkerClass(NamedTuple):
@@ -85,11 +85,14 @@ class Kinds:
                     known = shards.setdefault((int(of_pool[p]), tp), [p, 0])
                     known[1] = max(known[1], pool.devices // tp)
         tokens = tables.problem.batch.seq_len
+        # A profile is of whole sequences: where it has devices slower than the model that prices parts, short ones pay.
+        profiled = [tables.basis(pool.device.name) == "profile" for pool in tables.problem.cluster.pools]
+        least = [1 if measured else LEAST_PIECE for measured in profiled]
         classes = [
             WorkerClass(kind, tp, pool, most, cp)
             for (kind, tp), (pool, most) in shards.items()
             for cp in (2**k for k in range(int(math.log2(max(1, most))) + 1))
-            if cp == 1 or (tokens % cp == 0 and tokens // cp >= LEAST_PIECE)
+            if cp == 1 or (tokens % cp == 0 and tokens // cp >= least[pool])
         ]
         return cls(of_pool=of_pool, classes=tuple(classes))
 

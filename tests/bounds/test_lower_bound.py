@@ -18,12 +18,14 @@ from polygon.bounds.size_work import SizeWork
 from polygon.bounds.stage_bound import least_capacity
 from polygon.bounds.stage_tiers import Kinds
 from polygon.cost.convergence import allowed
+from polygon.cost.profiles import LAYER_FORMAT, kind_profile
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, Constraints, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
+from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats.files import read_problem
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
@@ -115,6 +117,23 @@ def test_no_plan_beats_the_bound(problem, seed):
     bound = lower_bound(tables)
     for plan in random_plans(problem, np.random.default_rng(seed)):
         assert step_times(plan, tables).step_s >= bound.seconds * (1 - 1e-9)
+
+
+def test_parts_of_short_sequences_count_where_a_profile_of_whole_ones_says_more_than_the_model():
+    """A device that was measured to take ten times what the model says has parts priced by the model."""
+    cluster = cluster_of([[("a100-40gb", 1, 4)]], node_bytes_per_s=3e11)
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=4, seq_len=512))
+    plain = CostTables(problem).times(0, 1, 4, "none").layers
+    layers = [
+        {"kind": problem.model.layer_kind(layer), "tp": tp, "micro_batch_size": 4}
+        | {"forward_s": 10 * float(plain.forward_s[layer]), "backward_s": 10 * float(plain.backward_s[layer])}
+        for tp in (1, 2, 4)
+        for layer in (0, 1, 7)
+    ]
+    profile = kind_profile({"format": LAYER_FORMAT, "device": "a100-40gb", "seq_len": 512, "layers": layers})
+    tables = CostTables(problem, [profile])
+    plan = uniform_plan(problem, ParallelConfig(cp=4, micro_batch_size=4, zero=3))
+    assert step_times(plan, tables).step_s >= lower_bound(tables).seconds
 
 
 @settings(max_examples=cases(12), deadline=None)
