@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from polygon.domain.errors import require, require_number
+from polygon.domain.message import Message
 
 BASES = ("spec", "bench")
+MOST = 4
+"""Of a data sheet's rate; measured ones are at most twice as much, percentages are more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,12 @@ class MeasuredEfficiency:
                 require_number(value, where, at_least=0)
             else:
                 require_number(value, where, above=0)
+
+    def require_fractions(self) -> None:
+        """Refuse percentages, and other multiples of a data sheet's rates that nobody has given for a fraction."""
+        for name, value in self.given.items() if self.basis == "spec" else ():
+            share = not name.endswith(("_s", "_tokens")) and name != "relative_error"
+            require(not share or value <= MOST, f"efficiency.{name}", value, Message("expected.fraction", most=MOST))
 
     @property
     def given(self) -> dict[str, float]:

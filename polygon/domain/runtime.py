@@ -248,7 +248,7 @@ class Runtime:
             ("dp_overlap", DP_OVERLAP),
         ):
             value = getattr(self, name)
-            require(value in allowed, f"runtime.{name}", value, " or ".join(allowed))
+            require(value in allowed, f"runtime.{name}", value, " or ".join(word for word in allowed if word))
         for name in (
             *("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"),
             *("posted_messages", "posted_bytes", "p2p_buffer_bytes", "host_buffer_bytes_per_s", "message_gathers"),

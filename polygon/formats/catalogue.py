@@ -58,9 +58,15 @@ def device_from_spec(name: str, spec: DeviceSpec) -> Device:
         price_usd_per_hour=spec.price_usd_per_hour,
         architecture=spec.architecture,
         source=spec.source,
-        efficiency=spec.efficiency and MeasuredEfficiency(**spec.efficiency.model_dump()),
+        efficiency=None if spec.efficiency is None else _efficiency(spec.efficiency),
         link=_link_of_device(spec),
     )
+
+
+def _efficiency(given: Any) -> MeasuredEfficiency:
+    found = MeasuredEfficiency(**given.model_dump())
+    found.require_fractions()
+    return found
 
 
 def _link_of_device(spec: DeviceSpec) -> Link | None:

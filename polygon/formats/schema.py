@@ -629,7 +629,8 @@ def _expected(annotation: Any, metadata: Sequence[Any]) -> str | Message:
         elif isinstance(limit, Len):
             limits.append(Message("bound.entries", entries=limit.min_length))
         elif isinstance(limit, MinLen):
-            limits.append(Message("bound.not_empty"))
+            fewest = limit.min_length
+            limits.append(Message("bound.entries_least", entries=fewest) if fewest > 1 else Message("bound.not_empty"))
         elif pattern := getattr(limit, "pattern", None):
             return Message("expected.pattern", pattern=pattern)
     return Message("expected.bounded", what=text, bounds=tuple(limits)) if limits else text

@@ -666,6 +666,12 @@ def test_a_measured_plan_of_ones_own_is_read_or_told_in_one_line(changes, messag
         ("--profiles", "sailor_profiles", ("models", {"x": {}}), "models.x.info: found nothing"),
         ("--network", "sailor_network", ("links", 3), "links: found 3, expected a list"),
         ("--network", "sailor_network", ("links", [{}]), "links[0].coefficients_GBps: found nothing, expected a list"),
+        (
+            "--network",
+            "sailor_network",
+            ("links", [{"coefficients_GBps": [1.0, 2.0]}]),
+            "links[0].coefficients_GBps: found a list, expected a list of at least 3 entries",
+        ),
         ("--network", "sailor_network", ("gpus_per_node", {"t4": 0}), "gpus_per_node.t4: found 0, expected a whole"),
     ],
 )

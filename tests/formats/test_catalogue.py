@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 
@@ -12,6 +13,7 @@ from polygon.domain.cluster import PRECISIONS
 from polygon.domain.errors import InputError
 from polygon.domain.runtime import POLYGON, Runtime
 from polygon.formats import catalogue
+from polygon.formats.schema import DeviceSpec, check
 
 ROUNDING = {"opt-350m": 0.02, "gpt3-350m": 0.02, "gpt3-2.7b": 0.02, "gpt3-1.3b": 0.015, "opt-1.3b": 0.015}
 """Names that round more than half of their last digit, or padded vocabularies."""
@@ -192,3 +194,13 @@ def test_cloud_regions_form_whole_pairs():
     assert len(set(pairs)) == len(pairs) == 48
     assert frozenset().union(*pairs) == set(table["regions"])
     assert json.dumps(table)
+
+
+@pytest.mark.parametrize(("given", "refused"), [({"gemm": 50}, True), ({"gemm": 2, "launch_s": 1e-5}, False)])
+def test_percentages_are_no_fractions(given, refused):
+    """Products at fifty times the data sheet's peak made a step of next to nothing."""
+    card = {"memory_gib": 16, "tflops": {"fp32": 10, "bf16": 40}, "memory_bandwidth_gb_per_s": 300}
+    card |= {"power_w": 100, "efficiency": given}
+    told = pytest.raises(InputError, match=r"efficiency.gemm: found 50.0, expected a number > 0 and at most 4")
+    with told if refused else nullcontext():
+        catalogue.device_from_spec("own", check(DeviceSpec, card))

@@ -471,6 +471,7 @@ def test_faults_of_a_problem_file(old, new, message, tmp_path):
     [
         ("megatron-cor", "runtime: found runtime 'megatron-cor', expected 'megatron-core' (nearest) or another of"),
         ("{name: nemo, dp_overlap: some}", "runtime.dp_overlap: found 'some', expected none or backward or full"),
+        ("{name: nemo, update: x}", "runtime.update: found 'x', expected fused or apart or operations"),
         ("{name: nemo, experts: half}", "runtime.experts: found 'half', expected cut or whole"),
         ("{name: nemo, buckets: 3}", "runtime.buckets: found unknown key 'buckets', expected 'bucket_bytes'"),
         ("{dp_overlap: none}", "runtime.name: found nothing, expected a text"),
