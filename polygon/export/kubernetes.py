@@ -7,7 +7,10 @@ labels of github.com/NVIDIA/k8s-device-plugin's feature discovery.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from polygon.cost.estimate import estimate
@@ -42,7 +45,20 @@ GRACE_S = 300
 MOST_CONFIG_BYTES = 2**20
 """That a ConfigMap takes."""
 
+LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+"""What Kubernetes takes as a label's value, beside nothing."""
+
 Manifest = dict[str, Any]
+
+
+def region_labels(cluster: Cluster) -> list[str]:
+    """`topology.kubernetes.io/region` of every region's nodes: its name or, where that is none, what no other has."""
+    names = [region.name for region in cluster.regions]
+    labels = [name if LABEL.fullmatch(name) else "" for name in names]
+    for r, name in enumerate(names):
+        tried = (f"{slug(name)}-{number}" if number > 1 else slug(name) for number in count(1))
+        labels[r] = labels[r] or next(label for label in tried if label not in labels)
+    return labels
 
 
 def job_set(name: str, cluster: Cluster, groups: Sequence[HostGroup]) -> Manifest:
@@ -83,7 +99,7 @@ def _replicated(group: HostGroup, cluster: Cluster, master: str, world: int) -> 
         ],
     }
     device = cluster.pools[group.pool].device
-    selector = {"topology.kubernetes.io/region": slug(group.region)}
+    selector = {"topology.kubernetes.io/region": region_labels(cluster)[cluster.pools[group.pool].region]}
     if not device.is_cpu:
         container["resources"] = {"limits": {"nvidia.com/gpu": str(group.ranks_per_host)}}
         selector["nvidia.com/gpu.product"] = PRODUCTS.get(device.name, slug(device.name))
@@ -118,6 +134,12 @@ def export_kubernetes(problem: Problem, plan: Plan, tables: CostTables, hosts: S
     comment = (
         "# Fill in: image (one with polygon-train[train]), the region labels of your nodes, the checkpoints' claim.\n"
     )
+    regions = dict(
+        zip((region.name for region in problem.cluster.regions), region_labels(problem.cluster), strict=True)
+    )
+    for region in dict.fromkeys(group.region for group in groups):
+        if regions[region] != region:
+            comment += f"# Region {json.dumps(region, ensure_ascii=False)} is labelled {regions[region]}.\n"
     generated = {"name": CONFIG, "files": ["plan.json", NAME]}
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",

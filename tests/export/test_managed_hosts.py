@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import yaml
 
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
-from polygon.export.kubernetes import PRODUCTS
+from polygon.export.kubernetes import PRODUCTS, region_labels
 from polygon.export.launch_hosts import slug
 from polygon.export.rank_script import RANKS_SCRIPT
 from polygon.export.targets import export
@@ -25,6 +26,7 @@ from polygon.planning.decode import Allocation, Decoder
 from tests.exported_plans import drawn, planned
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
+from tests.small_problems import small_cluster, small_model, small_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,7 +162,7 @@ def test_kubernetes_pods_cover_the_ranks_in_order_on_nodes_of_their_kind():
             for rank in range(first, first + ranks * spec["completions"]):
                 pool = problem.cluster.pools[pools[rank]]
                 device = PRODUCTS.get(pool.device.name, slug(pool.device.name))
-                region = slug(problem.cluster.regions[pool.region].name)
+                region = region_labels(problem.cluster)[pool.region]
                 assert pod["nodeSelector"] == {
                     "nvidia.com/gpu.product": device, "topology.kubernetes.io/region": region,
                 }  # fmt: skip
@@ -174,6 +176,29 @@ def test_kubernetes_pods_cover_the_ranks_in_order_on_nodes_of_their_kind():
         assert expected == plan.world_size
         checked += 1
     assert checked == 9
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["Berlin", "1.5", "a" * 63], ["Berlin", "1.5", "a" * 63]),
+        (["lab a", "lab-a", "Lab A"], ["lab-a-2", "lab-a", "lab-a-3"]),
+        (["京都", "東京", "b" * 64, "-c"], ["x", "x-2", "b" * 40, "c"]),
+    ],
+)
+def test_every_region_has_a_label_of_its_own(names, labels):
+    """Its name where Kubernetes takes it, as the how-to says; else no other's, or pods would be put into any."""
+    cluster = small_cluster(*(1 for _ in names))
+    regions = tuple(replace(region, name=name) for region, name in zip(cluster.regions, names, strict=True))
+    problem = Problem(
+        cluster=replace(cluster, regions=regions), model=small_model(), batch=Batch(global_batch=4, seq_len=8)
+    )
+    assert region_labels(problem.cluster) == labels
+    plan = small_plan(problem.cluster, [(0, 6)], [list(range(len(names)))], [[0]] * 4)
+    text = export(problem, plan, "kubernetes").files["jobset.yaml"]
+    assert [pod["nodeSelector"]["topology.kubernetes.io/region"] for *_, pod in pods(yaml.safe_load(text))] == labels
+    told = [line for line in text.splitlines() if line.startswith("# Region ")]
+    assert told == [f'# Region "{a}" is labelled {b}.' for a, b in zip(names, labels, strict=True) if a != b]
 
 
 def without_defaults(read, ours):
