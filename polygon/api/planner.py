@@ -395,11 +395,12 @@ def _clock(time_limit_s: float | None) -> Clock:
 def _effort(effort: EffortName | int | Effort, clock: Clock) -> Effort:
     """An effort by name, number of rounds or spelt out, within what is left of a time limit."""
     if isinstance(effort, int):
-        require(effort >= 1, "effort", effort, "a whole number >= 1")
+        require(effort >= 1 and not isinstance(effort, bool), "effort", effort, "a whole number >= 1")
         effort = times_thorough(effort)
     if isinstance(effort, str):
         require(effort in EFFORTS, "effort", effort, one_of(effort, EFFORTS))
         effort = EFFORTS[effort]
+    require(isinstance(effort, Effort), "effort", effort, f"{', '.join(EFFORTS)}, a whole number or a polygon.Effort")
     if math.isinf(clock.limit_s):
         return effort
     return replace(effort, time_limit_s=clock.before_s(BOUND_PART, MOST_BOUND_S))

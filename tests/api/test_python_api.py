@@ -236,6 +236,8 @@ def refuse_to_begin(*told):
     [
         ({"objective": "tme"}, "objective: found 'tme', expected 'time' \\(nearest\\)"),
         ({"method": "magic"}, "method: found 'magic'"),
+        ({"effort": 1.5}, "effort: found 1.5, expected quick, thorough, long, a whole number or a polygon.Effort"),
+        ({"effort": True}, "effort: found True, expected a whole number >= 1"),
         ({"effort": "quik"}, "effort: found 'quik', expected 'quick' \\(nearest\\)"),
         ({"method": "exhaustive", "objective": "money"}, "objective: found 'money'"),
         ({"method": "grid3d", "until_gap": 0.1}, "until_gap: found 0.1, expected the objective time and the method"),
