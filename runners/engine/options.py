@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,8 @@ class Options:
             None,
             "a directory (with --resume or --checkpoint-every)",
         )
-        if self.clip_norm is not None:
-            require_number(self.clip_norm, "--clip-norm", above=0)
+        clip = self.clip_norm
+        require(clip is None or 0 < clip < math.inf, "--clip-norm", clip, "a number > 0, or 0: not clipped")
         for name in self.track:
             require(name in TRACKERS, "--track", name, " or ".join(TRACKERS))
         require(self.device in ("auto", "cpu", "cuda"), "--device", self.device, "auto, cpu or cuda")

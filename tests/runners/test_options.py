@@ -39,3 +39,10 @@ def test_numbers_have_limits(switch, fine, wrong):
     assert getattr(Options(**{name: fine}), name) == fine
     with pytest.raises(InputError, match=f"{switch}: found {wrong}"):
         Options(**{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 0.0, float("nan"), float("inf")])
+def test_no_clipping_has_a_word_in_the_message(wrong):
+    """The switch takes 0, which makes None of it: a message that asks for more than 0 alone would hide it."""
+    with pytest.raises(InputError, match=f"--clip-norm: found {wrong}, expected a number > 0, or 0: not clipped"):
+        Options(clip_norm=wrong)
