@@ -65,11 +65,23 @@ def _tokenizer(cache):
 
 
 def test_long_chats_are_cut(tmp_path):
-    """With short sequences a question may fill all: no target is left, and the count agrees."""
-    samples = samples_in(tmp_path, tmp_path, seq_len=60, samples=40)
-    _, targets = samples.batch(range(40))
-    assert samples.targets(range(40)) == int((targets != IGNORED).sum())
-    assert targets.shape == (40, 60)
+    """With short sequences a question may fill all: such a chat is no sample, and who trains is told; the others are
+    as they were.
+    """
+    samples, whole = (samples_in(tmp_path, tmp_path, seq_len=length, samples=40) for length in (60, 192))
+    count = len(samples)
+    assert 0 < count < 40 and samples.left_out == 40 - count and whole.left_out == 0
+    inputs, targets = samples.batch(range(count))
+    assert targets.shape == (count, 60) and (targets != IGNORED).any(dim=1).all()
+    assert samples.targets(range(count)) == int((targets != IGNORED).sum())
+    long = {tuple(row[:60].tolist()) for row in whole.batch(range(40))[0]}
+    assert {tuple(row.tolist()) for row in inputs} < long
+    told = []
+    data = {"kind": "instructions", "cache": str(tmp_path), "samples": 40}
+    batch = {"global_batch": 2, "micro_batch": 1, "seq_len": 60}
+    recipe = check(Recipe, {"name": "x", "steps": 1, "model": {"source": "gpt2"}, "data": data, "batch": batch})
+    training_and_validation(recipe, MODEL, 60, tmp_path, told.append)
+    assert told == [f"data: left out {40 - count} chats whose question alone fills batch.seq_len = 60 tokens"]
     with pytest.raises(InputError, match=r"batch\.seq_len: found 8, expected at least"):
         samples_in(tmp_path, tmp_path, seq_len=8, samples=40)
 

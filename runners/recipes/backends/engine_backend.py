@@ -156,10 +156,13 @@ def needed_bytes(job: Job) -> float:
 def run_rank(job: Job, place: Place) -> int:
     """Train as `runners.dist_runner` does."""
     from runners.dist_runner import run_rank
+    from runners.launch import say
     from runners.recipes.tensor_bytes import restart_peak
 
     problem, plan = problem_and_plan(job)
-    samples, validation = training_and_validation(job.recipe, problem.model, problem.batch.seq_len, job.folder)
+    samples, validation = training_and_validation(
+        *(job.recipe, problem.model, problem.batch.seq_len, job.folder), say if place.rank == 0 else None
+    )
     if place.rank == 0:
         job.out.mkdir(parents=True, exist_ok=True)
         write_plan(job.out / "plan.json", problem, plan)

@@ -9,6 +9,7 @@ ranks read.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,9 +50,11 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
 
 
 def training_and_validation(
-    recipe: Recipe, model: Model, seq_len: int, folder: Path
+    recipe: Recipe, model: Model, seq_len: int, folder: Path, say: Callable[[str], None] | None = None
 ) -> tuple[Samples, Shuffled | None]:
     """Samples to train on, and those to validate on where the recipe asks for it; no sample is among both.
+
+    `say` is told of what is left out of either.
 
     Raises
     ------
@@ -64,7 +67,16 @@ def training_and_validation(
     if data.tokenizer is None and recipe.model.weights is not None:
         own = tokenizer_of(beside(folder, recipe.model.weights))
         data = data if own is None else data.model_copy(update={"tokenizer": str(own.absolute())})
-    samples = make_samples(data, model, seq_len, recipe.seed, folder)
+
+    def made(part: DataPart) -> Samples:
+        found = make_samples(part, model, seq_len, recipe.seed, folder)
+        left_out = getattr(found, "left_out", 0)
+        if left_out and say is not None:
+            why = f"whose question alone fills batch.seq_len = {seq_len} tokens"
+            say(f"{part.path or 'data'}: left out {left_out} chats {why}")
+        return found
+
+    samples = made(data)
     part = recipe.validation
     if part is None:
         return samples, None
@@ -74,6 +86,6 @@ def training_and_validation(
     if data.kind == "instructions" and data.tokenizer is None:
         raise InputError("data.tokenizer: found none, expected one for both (validation has a path of its own)")
     change = {"path": part.path or data.path, "samples": part.samples, "part": part.part or "train"}
-    held = make_samples(data.model_copy(update=change), model, seq_len, recipe.seed, folder)
+    held = made(data.model_copy(update=change))
     assert isinstance(held, Shuffled)
     return samples, held

@@ -1,7 +1,8 @@
 """Questions with worked answers, as MetaMathQA has them, for language models: chats, tokenized once, read by all ranks.
 
 An example is a pair of ``query`` and ``response``; it becomes one chat of one sample, cut or filled to the sequence's
-length. Only the answer's tokens are targets. Tokens are filled up at the end, where causal attention does not see them.
+length. Only the answer's tokens are targets; a chat whose question alone fills the sequence is left out. Tokens are
+filled up at the end, where causal attention does not see them.
 
 Prepared data is a folder of the cache with flat arrays (`tokens.npy`, `starts.npy`, `answers.npy`) that ranks map into
 memory; its name is a digest of examples, tokenizer and template, so that a change of any of them prepares anew.
@@ -58,9 +59,22 @@ class InstructionSamples(Shuffled):
     answers: np.ndarray
     seq_len: int
 
+    def __post_init__(self) -> None:
+        first, last = np.maximum(self.answers, 1) - 1, np.minimum(np.diff(self.starts) - 1, self.seq_len)
+        self._chats = np.flatnonzero(first < last)
+        super().__post_init__()
+
     @property
     def items(self) -> int:
-        return len(self.answers)
+        return len(self._chats)
+
+    @property
+    def left_out(self) -> int:
+        """Chats of which nothing is to be learned: a step of such alone would show a loss of 0."""
+        return len(self.answers) - self.items
+
+    def item(self, number: int) -> int:
+        return int(self._chats[super().item(number)])
 
     def _learned(self, chat: int) -> tuple[int, int]:
         """First and past-last position whose next token is to be learned."""

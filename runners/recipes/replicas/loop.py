@@ -230,7 +230,8 @@ def train(job: Job, place: Place, make: Maker, *, reentrant: bool = False) -> in
     model = model_of(recipe.model, job.folder)
     batch = batch_of(recipe, model)
     device = choose_device(Options(device=job.device), place.local_rank)
-    samples, held_out = training_and_validation(recipe, model, batch.seq_len, job.folder)
+    say = _say if place.rank == 0 else None
+    samples, held_out = training_and_validation(recipe, model, batch.seq_len, job.folder, say)
     whole = _whole_model(job, model, device, reentrant=reentrant)
     log = RunLog(job.out / f"rank-{place.rank}.jsonl")
     log.write(
