@@ -116,9 +116,8 @@ def model_shape(problem: Problem, uniform: Uniform) -> dict[str, Any]:
     """What the training program builds the model from."""
     model = problem.model
     names = ("blocks", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size", "gated_mlp")
-    shape = {
-        name: getattr(model, name) for name in (*names, "learned_positions", "rms_norm", "linear_bias", "qkv_bias")
-    }
+    more = ("learned_positions", "rope_theta", "rms_norm", "norm_eps", "linear_bias", "qkv_bias")
+    shape = {name: getattr(model, name) for name in (*names, *more)}
     full = uniform.plan.stages[0].recompute == "full"
     return {
         "name": model.name, **shape, "seq_len": problem.batch.seq_len, "stages": uniform.pp,

@@ -19,6 +19,7 @@ from polygon.formats.recognition import cluster_from_text
 from polygon.planning.decode import Allocation, Decoder
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
+from tests.small_problems import small_cluster, small_model, small_plan
 
 NODE = "nodes: [{device: t4, count: 1, devices_per_node: %d}]"
 ONE_HOST = "regions: [{name: here, " + NODE % 2 + "}]"
@@ -31,6 +32,46 @@ import deepspeed.ops
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 """
+
+
+@pytest.mark.parametrize(
+    "llama",
+    [
+        {"gated_mlp": True, "rms_norm": True, "learned_positions": False, "linear_bias": False, "qkv_bias": False,
+         "kv_heads": 2, "rope_theta": 300.0, "norm_eps": 0.1},
+        {"norm_eps": 0.1},
+    ],
+)  # fmt: skip
+def test_exported_blocks_compute_what_the_models_do(llama):
+    """With the same weights a block gives what the engine's gives: base of the positions, norms and all."""
+    torch = pytest.importorskip("torch")
+    from runners.engine.layers import build_layer
+
+    model = small_model(**llama)
+    problem = Problem(cluster=small_cluster(1), model=model, batch=Batch(global_batch=1, seq_len=16, precision="fp32"))
+    plan = small_plan(problem.cluster, [(0, model.layers)], [[0]], [[0]])
+    exported = export(problem, plan, "deepspeed").files
+    program = {"__file__": "train.py", "__name__": "program"}
+    exec(exported["train.py"].replace("import deepspeed\n", ""), program)
+    block, ours = program["Block"](json.loads(exported["model.json"])), build_layer(model, 1, seed=0)
+    drawn = torch.Generator().manual_seed(0)
+    for parameter in ours.parameters():  # large enough for everything to be seen beside what passes the block by
+        parameter.data.normal_(std=0.3, generator=drawn)
+    held = ours.state_dict()
+    for kind in ("weight", "bias"):
+        if f"attention.query.{kind}" in held:
+            parts = [held[f"attention.{name}.{kind}"] for name in ("query", "key", "value")]
+            getattr(block.into, kind).data = torch.cat(parts)
+        names = {"out": "attention.output", "down": "mlp.down", "first": "attention_norm", "second": "mlp_norm"}
+        for theirs, name in names.items():
+            if f"{name}.{kind}" in held:
+                getattr(getattr(block, theirs), kind).data = held[f"{name}.{kind}"]
+        up = [held[f"mlp.{name}.{kind}"] for name in ("gate", "up") if f"mlp.{name}.{kind}" in held]
+        if up:
+            getattr(block.up, kind).data = torch.cat(up)
+    assert sum(p.numel() for p in block.parameters()) == sum(p.numel() for p in ours.parameters())
+    x = 0.3 * torch.randn(2, 16, model.hidden_size, generator=drawn)
+    torch.testing.assert_close(block(x), ours(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
