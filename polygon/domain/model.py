@@ -344,6 +344,15 @@ class Model:
                 found[field.name] = value
         return found
 
+    def beyond_engine(self, seq_len: int) -> dict[str, object]:
+        """What of `special` our own engine has no layers for."""
+        special = self.special(seq_len)
+        if self.query_key_norm == "head":  # every rank applies it to its own heads
+            del special["query_key_norm"]
+        if self.causal and not {*self.attention_pattern} - {"full", "window"}:
+            special = {name: value for name, value in special.items() if name not in ("window", "attention_pattern")}
+        return special
+
     def plain(self) -> Model:
         """The same sizes as a plain GPT, Llama or vision transformer."""
         family = self.family if self.family != "other" else "llama" if self.rms_norm else "gpt"

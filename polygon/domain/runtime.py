@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -343,3 +343,9 @@ POLYGON = Runtime(
     },
 )
 """Our engine as it is."""
+
+
+def is_ours(runtime: Runtime) -> bool:
+    """Whether our engine executes it: as it is, compiled, with context parallelism in a ring, or with whole experts."""
+    free = {name: getattr(POLYGON, name) for name in ("name", "context", "fused", "experts")}
+    return replace(runtime, **free) == POLYGON

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import fault, one_of, require
+from polygon.domain.errors import Phrase, fault, one_of, require
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
+from polygon.domain.runtime import is_ours
 from polygon.export.bundle import Export, check_script, readme
 from polygon.export.deepspeed import export_deepspeed
 from polygon.export.kubernetes import export_kubernetes
@@ -32,7 +34,9 @@ TARGETS: dict[str, Exporter] = {
     "tc": export_tc,
 }
 OTHER_PROGRAMS = ("deepspeed", "megatron", "torchtitan")
-"""Targets that train by themselves; the others start polygon's ranks, or none."""
+"""Targets that train by themselves."""
+OUR_RANKS = ("torchrun", "slurm", "kubernetes", "skypilot")
+"""Targets that start polygon's ranks."""
 
 
 def export(
@@ -55,10 +59,16 @@ def export(
         raise fault("target", target, one_of(target, TARGETS))
     if target in OTHER_PROGRAMS:
         require(problem.batch.optimizer in ("adamw", "sgd"), "batch.optimizer", problem.batch.optimizer, "adamw or sgd")
+    if target in OUR_RANKS and not is_ours(problem.runtime):
+        expected = Message("expected.our_runtime", targets=OTHER_PROGRAMS)
+        raise fault("problem.runtime", Phrase(problem.runtime.name), expected)
     tables = tables or CostTables(problem)
     result = TARGETS[target](problem, plan, tables, hosts or default_hosts(problem.cluster))
     if result is None:
         return None
+    lacking = tuple(problem.model.beyond_engine(problem.batch.seq_len)) if target in OUR_RANKS else ()
+    if lacking:
+        result = replace(result, notes=(Message("note.own_layers", fields=lacking), *result.notes))
     files = dict(result.files)
     result = replace(result, files={**files, "README.md": "", "check.sh": ""})
     text = readme(problem, plan, result, name or f"{slug(problem.model.name)}-{target}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from polygon.domain.errors import InputError, Phrase, one_of, require
 from polygon.domain.message import Violation
 from polygon.domain.model import Model
 from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Stage, Worker
-from polygon.domain.runtime import POLYGON
+from polygon.domain.runtime import is_ours
 from polygon.domain.schedule import worker_order
 from polygon.planning.checker import faults_of_structure
 from runners.engine.rank_layout import Layout
@@ -25,10 +25,8 @@ RUN_ALL_THE_SAME = frozenset(
 
 def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> None:
     """Require what the runner can execute; `InputError` says what it cannot. A user's own model has its own layers."""
-    free = {name: getattr(POLYGON, name) for name in ("name", "context", "fused", "experts")}
-    ours = replace(problem.runtime, **free) == POLYGON
     expected = "polygon, polygon-compiled, polygon-ring or polygon-whole-experts, to be run here"
-    require(ours, "problem.runtime", Phrase(problem.runtime.name), expected)
+    require(is_ours(problem.runtime), "problem.runtime", Phrase(problem.runtime.name), expected)
     if own_model:
         precision, expected = problem.batch.precision, "fp32, tf32, bf16 or fp16 (with --model-file)"
         require(precision != "fp8", "batch.precision", precision, expected)
@@ -55,15 +53,7 @@ def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> 
 def require_plain(model: Model, seq_len: int = 1) -> None:
     """Require blocks that this engine has layers for (`runners.engine.layers`), on sequences of this length."""
     usual = {field.name: field.default for field in fields(model)}
-    for name, value in model.special(seq_len).items():
-        if (name, value) == ("query_key_norm", "head"):
-            continue  # every rank applies it to its own heads
-        if (
-            name in ("window", "attention_pattern")
-            and model.causal
-            and not {*model.attention_pattern} - {"full", "window"}
-        ):
-            continue
+    for name, value in model.beyond_engine(seq_len).items():
         plain = "gpt, llama or vit" if name == "family" else usual[name]
         raise InputError(f"model.{name}: found {value!r}, expected {plain or 'none'}, to be run here")
 

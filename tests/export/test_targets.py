@@ -555,3 +555,17 @@ def test_tables_are_those_of_the_problem():
     """Tables may be handed in; the export is the same."""
     problem, plan = planned()
     assert export(problem, plan, "megatron", tables=CostTables(problem)) == export(problem, plan, "megatron")
+
+
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubernetes", "skypilot"])
+def test_what_starts_polygons_ranks_says_what_they_will_not_run(target):
+    """A plan for another program is refused, as its ranks would be; of a model without layers here a note says so."""
+    problem, plan, _ = of_dimensions(*DIMENSIONS[5])
+    exported = export(problem, plan, target)
+    assert exported.notes[0].kind == "note.own_layers" and "latent" in exported.notes[0]["fields"]
+    assert "a model file of your own" in " ".join(exported.files["README.md"].split())
+    plain, theirs, _ = of_dimensions(*DIMENSIONS[2])
+    assert not [note for note in export(plain, theirs, target).notes if note.kind == "note.own_layers"]
+    with pytest.raises(InputError, match=r"problem\.runtime: found megatron-core, expected polygon, whose ranks"):
+        export(replace(problem, runtime=catalogue.runtime("megatron-core")), plan, target)
+    export(replace(problem, runtime=catalogue.runtime("polygon-compiled")), plan, target)
