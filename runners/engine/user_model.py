@@ -82,6 +82,8 @@ class OwnModel:
         for number, layer in enumerate(self.layers):
             self._check(number, layer)
         self._check_apart()
+        if not any(parameter.requires_grad for layer in self.layers for parameter in layer.parameters()):
+            raise InputError(f"--model-file {path}: layers(): found no weight that is trained, expected some")
         self._loss = module.loss
         self.samples: Samples | None = None
         if hasattr(module, "samples"):

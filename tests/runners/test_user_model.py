@@ -176,6 +176,13 @@ def test_layers_of_ones_own_are_recomputed_whole_or_not_at_all(model_file, probl
             ("Mixer(16, 16),\n        Mixer(16, 16),", "*[Mixer(16, 16)] * 2,"),
             "layers()[4]: found norm.weight, which layers()[3] has too, expected weights of its own",
         ),
+        (
+            (
+                "def loss(",
+                "made = layers\n\ndef layers():\n    return [m.requires_grad_(False) for m in made()]\n\ndef loss(",
+            ),
+            "mixer.py: layers(): found no weight that is trained, expected some",
+        ),
         (("return functional", "return 1.0  # functional"), "loss: found float, expected a tensor of one number"),
         (("import torch\n", "import torch\nraise OSError('no')\n"), ", line 4: the file: OSError: no"),
         (["--data", "x.npz"], "--data: found with mixer.py, which has samples, expected one of them"),
