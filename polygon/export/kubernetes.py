@@ -103,6 +103,11 @@ def _replicated(group: HostGroup, cluster: Cluster, master: str, world: int) -> 
     if not device.is_cpu:
         container["resources"] = {"limits": {"nvidia.com/gpu": str(group.ranks_per_host)}}
         selector["nvidia.com/gpu.product"] = PRODUCTS.get(device.name, slug(device.name))
+        mine = cluster.pools[group.pool]
+        alike = (pool for pool in cluster.pools if (pool.region, pool.device.name) == (mine.region, device.name))
+        if len({pool.devices_per_node for pool in alike}) > 1:
+            # Else pods for small nodes might fill a large one, and its own wait for ever.
+            selector["nvidia.com/gpu.count"] = str(mine.devices_per_node)
     pod: Manifest = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_S,

@@ -163,7 +163,7 @@ def test_kubernetes_pods_cover_the_ranks_in_order_on_nodes_of_their_kind():
                 pool = problem.cluster.pools[pools[rank]]
                 device = PRODUCTS.get(pool.device.name, slug(pool.device.name))
                 region = region_labels(problem.cluster)[pool.region]
-                assert pod["nodeSelector"] == {
+                assert {key: value for key, value in pod["nodeSelector"].items() if key != "nvidia.com/gpu.count"} == {
                     "nvidia.com/gpu.product": device, "topology.kubernetes.io/region": region,
                 }  # fmt: skip
             assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == str(ranks)
@@ -176,6 +176,21 @@ def test_kubernetes_pods_cover_the_ranks_in_order_on_nodes_of_their_kind():
         assert expected == plan.world_size
         checked += 1
     assert checked == 9
+
+
+def test_pods_keep_to_nodes_of_their_size():
+    """Where a region has larger nodes of the same device too: pods for the small ones would fill these, and the pods
+    for the large wait for ever. Feature discovery's label says how many devices a node has."""
+    cluster = cluster_from_text(
+        "regions: [{name: a, nodes: [{device: t4, count: 2, devices_per_node: 2},"
+        " {device: t4, count: 1, devices_per_node: 4, price_usd_per_hour: 9},"
+        " {device: l4, count: 1, devices_per_node: 2}]}]",
+        "sizes",
+    )
+    problem = Problem(cluster=cluster, model=small_model(), batch=Batch(global_batch=10, seq_len=8))
+    plan = small_plan(cluster, [(0, 6)], [list(range(10))], [[i] for i in range(10)])
+    manifest = yaml.safe_load(export(problem, plan, "kubernetes").files["jobset.yaml"])
+    assert [pod["nodeSelector"].get("nvidia.com/gpu.count") for *_, pod in pods(manifest)] == ["2", "4", None]
 
 
 @pytest.mark.parametrize(
