@@ -31,6 +31,7 @@ from polygon.export.targets import export
 from polygon.formats import files
 from polygon.formats.convert import runtime_data
 from polygon.formats.files import PathLike
+from polygon.formats.serialization import plain
 from polygon.messages.report import STAGE_COLUMNS, describe_assumptions, describe_plan, seconds, stage_rows
 from polygon.planning.assumptions import Assumption, assumptions
 from polygon.planning.checker import violations
@@ -273,7 +274,8 @@ class Plan:
                 "limits": limited.to_dict(),
             }
         loss = loss_assumptions(self.problem.data, self.data)
-        return {"runtime": runtime_data(self.problem.runtime), **priced, "loss": loss, **more}
+        said: dict[str, object] = plain({"runtime": runtime_data(self.problem.runtime), **priced, "loss": loss, **more})
+        return said
 
     def describe(self) -> str:
         """Stages, speed, memory, traffic, bound and what limits the plan, for people."""

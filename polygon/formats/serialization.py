@@ -159,7 +159,7 @@ def format_json(data: Any) -> str:
 
     NaN and infinities, which JSON lacks, become null.
     """
-    return _format(_plain(data), 0) + "\n"
+    return _format(plain(data), 0) + "\n"
 
 
 def format_yaml(data: Any) -> str:
@@ -168,7 +168,7 @@ def format_yaml(data: Any) -> str:
 
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return yaml.dump(
-        _plain(data), Dumper=dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=2**20
+        plain(data), Dumper=dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=2**20
     )
 
 
@@ -185,18 +185,18 @@ def _format(data: Any, depth: int) -> str:
     return "[" + pad + f",{pad}".join(_format(item, depth + 1) for item in data) + "\n" + " " * depth + "]"
 
 
-def _plain(data: Any) -> Any:
+def plain(data: Any) -> Any:
     """Turn numpy values, tuples, mappings and messages into what JSON knows."""
     if data is None or isinstance(data, (str, bool, int)):
         return data
     if isinstance(data, float):
         return float(data) if math.isfinite(data) else None
     if isinstance(data, np.ndarray):
-        return data.tolist() if data.dtype.kind in "iub" else _plain(data.tolist())
+        return data.tolist() if data.dtype.kind in "iub" else plain(data.tolist())
     if isinstance(data, np.generic):
-        return _plain(data.item())
+        return plain(data.item())
     if isinstance(data, Message):
-        return _plain(data.to_dict())
+        return plain(data.to_dict())
     if isinstance(data, Mapping):
-        return {str(key): _plain(value) for key, value in data.items()}
-    return [_plain(item) for item in data]
+        return {str(key): plain(value) for key, value in data.items()}
+    return [plain(item) for item in data]

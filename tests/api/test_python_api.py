@@ -303,6 +303,9 @@ def test_anything_is_loaded_by_its_content(result, tmp_path):
 
     plan = tmp_path / "a"
     result.plan.save(plan)
+    for brief in (False, True):
+        said = result.plan.to_dict(brief=brief)
+        assert json.loads(json.dumps(said, allow_nan=False)) == said
     problem = json.loads(plan.read_text())["problem"]
     written("b", json.dumps(problem))
     hosts = written("c", "node-0 slots=4 type=a100-40gb\nnode-1 slots=4 type=t4\n")
