@@ -38,7 +38,7 @@ def test_what_is_packed_inside_a_region_is_told():
     assert "packing" not in texts[0] and "loss" not in texts[0]
     assert "packing       between nodes of lab: int8 activation gradients\n" in texts[1]
     [line] = plan.to_dict()["loss"]
-    assert f"loss          {line}" in texts[1]
+    assert f"loss          {line['text']}" in texts[1]
 
 
 @pytest.mark.parametrize(
