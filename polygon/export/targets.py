@@ -20,6 +20,7 @@ from polygon.export.skypilot import export_skypilot
 from polygon.export.slurm import export_slurm
 from polygon.export.torchrun import export_torchrun
 from polygon.export.torchtitan import export_torchtitan
+from polygon.planning.checker import require_whole
 
 Exporter = Callable[[Problem, Plan, CostTables, Sequence[Host]], Export | None]
 
@@ -53,10 +54,12 @@ def export(
     Raises
     ------
     InputError
-        For an unknown target, for host names that are none, and for an optimizer that the target is not told of.
+        For an unknown target, for host names that are none, for an optimizer that the target is not told of, and for a
+        plan that is none for its model and batch.
     """
     if target not in TARGETS:
         raise fault("target", target, one_of(target, TARGETS))
+    require_whole(problem, plan)
     if target in OTHER_PROGRAMS:
         require(problem.batch.optimizer in ("adamw", "sgd"), "batch.optimizer", problem.batch.optimizer, "adamw or sgd")
     if target in OUR_RANKS and not is_ours(problem.runtime):

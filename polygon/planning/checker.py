@@ -11,6 +11,7 @@ from polygon.cost.estimate import worker_memory
 from polygon.cost.money import excesses, step_bill
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError
 from polygon.domain.message import Message, Violation
 from polygon.domain.plan import (
     COMPRESSIONS,
@@ -28,6 +29,16 @@ from polygon.domain.schedule import orders_end
 
 PRICEABLE = frozenset({"plan.memory", "plan.limit"})
 """Kinds of violations under which a plan is whole and can be priced: it is too large, or too dear."""
+
+TRAIN_ALL_THE_SAME = frozenset(
+    f"plan.{kind}"
+    for kind in (
+        "zero_degrees", "shards", "chunk_routes", "chunk_widths", "several_nodes", "recompute_blocks",
+        "heads", "cp_tokens", "ep", "ep_apart", "ep_shares", "no_experts",
+    )
+)  # fmt: skip
+"""Faults of structure under which ranks still train the model on the whole batch, and those that whoever runs a plan
+looks at by itself."""
 
 PARTS_ERROR = 1e-6
 """By which the parts of a stage's trees may miss 1."""
@@ -67,6 +78,13 @@ def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -
                 )
             )
     return found
+
+
+def require_whole(problem: Problem, plan: Plan) -> None:
+    """Refuse a plan by which the model would not be trained, or not on the whole batch."""
+    for fault in faults_of_structure(problem, plan):
+        if fault.kind not in TRAIN_ALL_THE_SAME:
+            raise InputError(f"plan: {fault}")
 
 
 def faults_of_structure(problem: Problem, plan: Plan) -> list[Violation]:

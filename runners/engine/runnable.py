@@ -10,17 +10,8 @@ from polygon.domain.model import Model
 from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Stage, Worker
 from polygon.domain.runtime import is_ours
 from polygon.domain.schedule import worker_order
-from polygon.planning.checker import faults_of_structure
+from polygon.planning.checker import require_whole
 from runners.engine.rank_layout import Layout
-
-RUN_ALL_THE_SAME = frozenset(
-    f"plan.{kind}"
-    for kind in (
-        "zero_degrees", "shards", "chunk_routes", "chunk_widths", "several_nodes", "recompute_blocks",
-        "heads", "cp_tokens", "ep", "ep_apart", "ep_shares", "no_experts",
-    )
-)  # fmt: skip
-"""Faults of structure under which ranks still train the model on the whole batch, and those that are checked here."""
 
 
 def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> None:
@@ -43,9 +34,7 @@ def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> 
         for w, worker in enumerate(stage.workers):
             require(worker.cp == parts, f"{where}.workers[{w}].cp", worker.cp, f"{parts}, as in all stages")
             _check_worker(problem, stage, worker, f"{where}.workers[{w}]")
-    for fault in faults_of_structure(problem, plan):
-        if fault.kind not in RUN_ALL_THE_SAME:
-            raise InputError(f"plan: {fault}")
+    require_whole(problem, plan)
     _check_experts(Layout(problem, plan))
     _check_exchange(problem, plan)
 

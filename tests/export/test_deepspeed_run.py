@@ -48,7 +48,7 @@ def test_exported_blocks_compute_what_the_models_do(llama):
     from runners.engine.layers import build_layer
 
     model = small_model(**llama)
-    problem = Problem(cluster=small_cluster(1), model=model, batch=Batch(global_batch=1, seq_len=16, precision="fp32"))
+    problem = Problem(cluster=small_cluster(1), model=model, batch=Batch(global_batch=2, seq_len=16, precision="fp32"))
     plan = small_plan(problem.cluster, [(0, model.layers)], [[0]], [[0]])
     exported = export(problem, plan, "deepspeed").files
     program = {"__file__": "train.py", "__name__": "program"}

@@ -187,7 +187,7 @@ def test_pods_keep_to_nodes_of_their_size():
         " {device: l4, count: 1, devices_per_node: 2}]}]",
         "sizes",
     )
-    problem = Problem(cluster=cluster, model=small_model(), batch=Batch(global_batch=10, seq_len=8))
+    problem = Problem(cluster=cluster, model=small_model(), batch=Batch(global_batch=20, seq_len=8))
     plan = small_plan(cluster, [(0, 6)], [list(range(10))], [[i] for i in range(10)])
     manifest = yaml.safe_load(export(problem, plan, "kubernetes").files["jobset.yaml"])
     assert [pod["nodeSelector"].get("nvidia.com/gpu.count") for *_, pod in pods(manifest)] == ["2", "4", None]
@@ -206,7 +206,7 @@ def test_every_region_has_a_label_of_its_own(names, labels):
     cluster = small_cluster(*(1 for _ in names))
     regions = tuple(replace(region, name=name) for region, name in zip(cluster.regions, names, strict=True))
     problem = Problem(
-        cluster=replace(cluster, regions=regions), model=small_model(), batch=Batch(global_batch=4, seq_len=8)
+        cluster=replace(cluster, regions=regions), model=small_model(), batch=Batch(global_batch=8, seq_len=8)
     )
     assert region_labels(problem.cluster) == labels
     plan = small_plan(problem.cluster, [(0, 6)], [list(range(len(names)))], [[0]] * 4)

@@ -237,6 +237,15 @@ def test_megatron_is_told_the_whole_model(name):
         assert read.use_rope_scaling == scaled and (not scaled or read.rope_scaling_factor == model.rope_scaling.factor)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_plan_that_is_none_for_its_batch_is_not_exported(target):
+    """Edited by hand, it trained on another batch than it says."""
+    problem, plan = planned()[:2]
+    larger = replace(problem, batch=replace(problem.batch, global_batch=3 * problem.batch.global_batch))
+    with pytest.raises(InputError, match=r"^plan: .* micro-batches"):
+        export(larger, plan, target)
+
+
 def test_blocks_that_are_not_plain_are_among_what_is_lost():
     """The files say plain blocks; the report names the fields that they do not."""
     problem, plan = planned()[:2]
