@@ -278,7 +278,8 @@ def fitted(device: Device, bench: DeviceBench, precision: str) -> MeasuredEffici
 
 
 def with_benches(problem: Problem, benches: Sequence[DeviceBench]) -> Problem:
-    """The problem on a cluster whose devices reach what was measured, and whose nodes do so between their devices.
+    """The problem on a cluster whose devices reach what was measured under the power limit of then, and whose nodes do
+    so between their devices.
 
     Raises
     ------
@@ -295,7 +296,9 @@ def with_benches(problem: Problem, benches: Sequence[DeviceBench]) -> Problem:
     catalogue = dict(cluster.catalogue)
     for bench in benches:
         device = catalogue[bench.device]
-        catalogue[bench.device] = replace(device, efficiency=fitted(device, bench, problem.batch.precision))
+        power_w = device.power_w if bench.power_limit_w is None else min(device.power_w, bench.power_limit_w)
+        measured = fitted(device, bench, problem.batch.precision)
+        catalogue[bench.device] = replace(device, efficiency=measured, power_w=power_w)
     by_device = {bench.device: bench for bench in benches}
     regions = tuple(
         replace(region, node_groups=tuple(_node_group(group, by_device, cluster) for group in region.node_groups))

@@ -178,6 +178,14 @@ def test_a_bench_scales_the_times_and_narrows_the_interval():
     assert gemm[1] == pytest.approx(2 * gemm[0], rel=0.05)
 
 
+@pytest.mark.parametrize(("limit_w", "power_w"), [(None, 70), (50.0, 50), (90.0, 70)])
+def test_a_limit_of_power_is_what_the_device_draws(limit_w, power_w):
+    """Of the rate that was measured under it; none that is above the board's own."""
+    problem, _ = problem_with("t4")
+    measured = with_benches(problem, [replace(bench_of("t4", TRUE), power_limit_w=limit_w)])
+    assert (problem.cluster.catalogue["t4"].power_w, measured.cluster.catalogue["t4"].power_w) == (70, power_w)
+
+
 def test_a_collective_says_what_links_inside_a_node_carry():
     """The link's rate is the one at which the model's all-reduce takes as long."""
     problem, _ = problem_with("a100-80gb")
