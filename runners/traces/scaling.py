@@ -10,8 +10,8 @@ from typing import Any
 
 from polygon.domain.errors import InputError, require
 from polygon.formats.files import read_plan
+from polygon.formats.run_log import log_lines, usual_step_s
 from polygon.messages.report import seconds, table
-from runners.engine.summary import log_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class RunSpeed:
     ranks: int
     steps: int
     step_s: float
-    """Median over the steps, on rank 0."""
+    """As `polygon.formats.run_log.usual_step_s` has it, on rank 0."""
     tokens: int
     """Tokens of a step."""
     samples: int | None
@@ -97,7 +97,7 @@ def run_speed(folder: Path) -> RunSpeed:
         run=str(folder),
         ranks=run["world_size"],
         steps=len(steps),
-        step_s=median(line["seconds"] for line in steady),
+        step_s=usual_step_s([line["seconds"] for line in steps]),
         tokens=steps[0]["tokens"],
         samples=samples,
         model=run["model"],

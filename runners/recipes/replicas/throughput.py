@@ -10,8 +10,9 @@ from polygon.cost.compute import model_flops_per_step
 from polygon.cost.memory import CONTEXT_BYTES
 from polygon.domain.model import Batch, Model
 from polygon.formats.catalogue import device as device_by_name
+from polygon.formats.run_log import log_lines, usual_step_s
 from runners.engine.metrics import VALIDATION
-from runners.engine.summary import RUN_FILE, log_lines, validated, write_steps
+from runners.engine.summary import RUN_FILE, validated, write_steps
 from runners.recipes.backends import Job
 from runners.recipes.models import batch_of, model_of
 from runners.recipes.recipe_schema import Recipe
@@ -55,8 +56,8 @@ def summary(job: Job) -> dict[str, Any]:
     write_steps(path, steps)
     if not steps:  # its checkpoint had them all
         return {"steps": 0, "log": str(path)}
-    steady, last = steps[1:] or steps, steps[-5:]
-    step_s = median(step["seconds"] for step in steady)
+    last = steps[-5:]
+    step_s = usual_step_s([step["seconds"] for step in steps])
     held = {
         part: max(lines[-1]["state_bytes"][part] for lines in by_rank)
         for part in ("weights", "gradients", "optimizer", "total")
