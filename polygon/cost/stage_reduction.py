@@ -314,7 +314,8 @@ def tied_reduction(
 
     def fixed() -> Fixed:
         held = Held(pools, nodes, members, degrees, n_values, 0.0, 1)
-        return Fixed.of(_crossing(mode, places, n_values, batch, n_values), 1.0, held, tp, places, batch, links)
+        crossing = _crossing(mode, places, n_values, batch, width=model.hidden_size)
+        return Fixed.of(crossing, 1.0, held, tp, places, batch, links)
 
     own = _kept(place, "tied", fixed, (batch, links.cluster.pools), mode, n_values)
     crossing = own.crossing
@@ -386,8 +387,10 @@ class Crossing(NamedTuple):
         return self.mode == "powersgd"
 
 
-def _crossing(mode: str, places: Places, n_values: float, batch: Batch, matrix: float) -> Crossing:
-    wire = packed_bytes(n_values, batch.gradient_bytes, mode, matrix)
+def _crossing(
+    mode: str, places: Places, n_values: float, batch: Batch, matrix: float | None = None, width: int | None = None
+) -> Crossing:
+    wire = packed_bytes(n_values, batch.gradient_bytes, mode, matrix, width)
     if mode != "powersgd":
         return Crossing(mode, wire, n_values / int(places.nodes.min()))
     # Factors of whole matrices: one node of each place sends them whole to every other place.

@@ -641,7 +641,7 @@ def tied_embedding(plan: Plan, tables: CostTables) -> ReductionCost:
             if rate > 0:
                 source, target = int(links.region[a]), int(links.region[b])
                 mode = plan.link_use(source, target).weight_gradients
-                n_bytes = packed_bytes(n_values, batch.gradient_bytes, mode)
+                n_bytes = packed_bytes(n_values, batch.gradient_bytes, mode, width=problem.model.hidden_size)
                 ways = ((source, target, n_bytes), (target, source, n_bytes)) if source != target else ()
                 seconds = float(links.latency_s[a, b]) + n_bytes / rate
                 if seconds < best.across_s:

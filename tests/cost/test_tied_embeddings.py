@@ -65,6 +65,13 @@ def test_the_workers_of_both_stages_sum_it_once():
     assert twice.tied_s == pytest.approx(LATENCY_S + TIED * 4 / RATE)
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_factors_are_of_the_matrix_that_it_is(once):
+    """32,000 rows of 1,024 numbers, not a square of as many: PowerSGD sends eight numbers for each row and column."""
+    tied = plan_on(((0, 1), (2, 3)), mode="powersgd", once=once)[2].tied
+    assert {n_bytes for *_, n_bytes in tied.across_bytes} == {8 * (TIED // 1024 + 1024) * 4}
+
+
 def test_three_regions_send_parts_and_the_sums_of_parts():
     """First stage in two regions, last in a third: two rounds in which each has a third, and so the bytes that go."""
     plan, problem, times = plan_on(((0, 2), (4,)))
