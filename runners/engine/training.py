@@ -453,8 +453,12 @@ class Training:
             return self._agreement.meet(alone=self.alone)
 
     def _take_weights(self, names: set[str]) -> None:
-        # Owners share them, which must not be while sums begin: after those that do.
-        self.worker.reducer.line.submit(lambda: self.update.take_weights(names)).result()
+        def take() -> None:
+            self.update.take_weights(names)
+            self._accelerator.finish()  # what comes next is on another thread's stream
+
+        if names:  # owners share them, which must not be while sums begin: after those that do
+            self.worker.reducer.line.submit(take).result()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state between two steps; `passing`: most that were there besides.
