@@ -15,18 +15,18 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from polygon.api.planner import Problem
-from polygon.api.plans import Plan
 from polygon.domain.errors import PolygonError
 from polygon.domain.message import Language
-from polygon.formats.convert import problem_data
-from polygon.formats.convert_plan import plan_data
 from polygon.formats.serialization import format_json
 from polygon.web import responses
+
+if TYPE_CHECKING:  # the planner takes ten times as long to load as a client that has none
+    from polygon.api.planner import Problem
+    from polygon.api.plans import Plan
 
 Changes = Mapping[str, Any]
 """As `polygon.web.sliders.Changes`: what is left out stays as the plan has it."""
@@ -106,7 +106,10 @@ class Client:
         seed: int = 0,
     ) -> responses.Job:
         """Start the search of a problem, given as it is or as in its file; the model may be a catalogue's name."""
-        problem = problem_data(problem.data) if isinstance(problem, Problem) else problem
+        if not isinstance(problem, Mapping):
+            from polygon.formats.convert import problem_data
+
+            problem = problem_data(problem.data)
         asked = {"problem": problem, "name": name, "objective": objective, "effort": effort, "seed": seed}
         found: responses.Job = self._ask(responses.Job, "POST", "/jobs", asked)
         return found
@@ -137,7 +140,10 @@ class Client:
 
     def upload(self, plan: Plan | Mapping[str, Any]) -> responses.Job:
         """Keep a plan, or what its file says, that was made elsewhere."""
-        plan = plan_data(plan.problem.data, plan.data) if isinstance(plan, Plan) else plan
+        if not isinstance(plan, Mapping):
+            from polygon.formats.convert_plan import plan_data
+
+            plan = plan_data(plan.problem.data, plan.data)
         found: responses.Job = self._ask(responses.Job, "POST", "/plans", plan)
         return found
 
