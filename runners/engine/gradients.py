@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -110,14 +111,14 @@ class Bucket:
         """Whether the owners in this region each update a stretch (ZeRO)."""
         return self.zero > 0 and self.owners is not None
 
-    @property
+    @cached_property
     def split(self) -> Split:
         """What each of the owners updates."""
         assert self.owners is not None
         # Equal to within one weight, wherever tensors begin: a flat optimizer does not care.
         return Split(self.name, tuple(self.owners.near_ranks), self.size)
 
-    @property
+    @cached_property
     def own(self) -> slice:
         """What this rank updates."""
         if not self.divided:
