@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polygon.cost.compute import LayerTimes
+from polygon.domain import efficiency
 from polygon.domain.errors import require, require_number
 from polygon.formats.measurement_specs import CalibrationSpec
 from polygon.formats.schema import check
@@ -16,7 +17,7 @@ FORMAT = "polygon-calibration"
 OTHER_RUN_ERROR = 0.158
 """Half of a 90 % interval over what factors of one run say of another by the same program on the same devices, beside
 that of the run's own steps (`python benchmarks/one_run_factors.py`: the median of 33 groups of published runs)."""
-BASES = ("data sheets", "bench", "profile")
+BASES = (*efficiency.BASES, "profile")
 """What predicts the times of layers (`polygon.cost.tables.CostTables.basis`)."""
 
 

@@ -450,9 +450,8 @@ def breakdown(
         gradients=(sharded / shards if zero == 3 or (zero == 2 and scattered) else held)
         * per_gradient
         * (1 + gradient_copies),
-        optimizer=(sharded / shards if zero >= 1 else held) * per_optimizer
-        + outside_bytes(batch) * outside / (shards if zero >= 1 else 1)
-        + ((sharded / shards if zero >= 1 else held) * OUTER_BYTES if outer else 0.0),
+        optimizer=(sharded / shards if zero >= 1 else held) * (per_optimizer + OUTER_BYTES * outer)
+        + outside_bytes(batch) * outside / (shards if zero >= 1 else 1),
         activations=activation_bytes * in_flight,
         transient=transient_bytes,
         context=context_bytes,

@@ -15,7 +15,7 @@ from polygon.cost.memory import LayerMemory
 from polygon.domain.cluster import Device
 from polygon.domain.errors import one_of, require
 from polygon.domain.message import Message
-from polygon.domain.model import Batch, Model
+from polygon.domain.model import LAYER_KINDS, Batch, Model
 from polygon.formats.catalogue import own_or_known
 from polygon.formats.measurement_specs import LayerProfileSpec, ModelProfilesSpec
 from polygon.formats.schema import check
@@ -25,8 +25,6 @@ PROFILE_ERROR = 0.131
 measured runs, made as those of the catalogue's errors (`polygon.cost.uncertainty`). Leaving a micro-batch size
 out, interpolation alone misses 90 % of the points by less than 7 %."""
 LAYER_FORMAT = "polygon-layer-profile"
-KINDS = ("embedding", "block", "moe", "head")
-"""Kinds of layers, before what tells blocks of a model apart (`polygon.domain.model.Model.layer_kind`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,7 +383,7 @@ def kind_profile(data: Mapping[str, Any]) -> KindProfile:
     points: dict[tuple[str, int], dict[int, Measurement]] = {}
     for i, entry in enumerate(spec.layers):
         of = entry.kind.partition(",")[0]
-        require(of in KINDS, f"layers[{i}].kind", entry.kind, one_of(of, KINDS))
+        require(of in LAYER_KINDS, f"layers[{i}].kind", entry.kind, one_of(of, LAYER_KINDS))
         sizes = points.setdefault((entry.kind, entry.tp), {})
         _once(sizes, f"layers[{i}]: {entry.kind}, tp {entry.tp}, micro_batch_size", entry.micro_batch_size)
         sizes[entry.micro_batch_size] = Measurement(

@@ -191,7 +191,7 @@ class CostTables:
         if device in self._profile_of:
             return "profile"
         efficiency = self.problem.cluster.catalogue[device].efficiency
-        return "bench" if efficiency is not None and efficiency.basis == "bench" else "data sheets"
+        return "spec" if efficiency is None else efficiency.basis
 
     def with_other_prices(self, problem: Problem) -> CostTables:
         """Tables of a problem in which only prices are others: everything takes as long."""

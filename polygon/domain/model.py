@@ -25,6 +25,8 @@ from polygon.domain.optimizer import OPTIMIZERS
 MOST_BLOCKS, MOST_SEQUENCES = 10_000, 10_000_000
 """Largest that are read: of blocks, of sequences per step; larger ones are slips."""
 FAMILIES = ("gpt", "llama", "vit", "other")
+LAYER_KINDS = EMBEDDING, BLOCK, SPARSE, HEAD = "embedding", "block", "moe", "head"
+"""How `Model.layer_kind` begins."""
 SPECIAL = (
     "expert_every",
     "expert_groups",
@@ -251,10 +253,10 @@ class Model:
         """Name that all layers of the same shape share: `embedding`, `head`, `block`, or `moe` for a block with
         experts; behind the last two what tells blocks apart in a model where attention is not the same in all."""
         if layer == 0:
-            return "embedding"
+            return EMBEDDING
         if layer == self.blocks + 1:
-            return "head"
-        kind = "moe" if self.is_sparse(layer) else "block"
+            return HEAD
+        kind = SPARSE if self.is_sparse(layer) else BLOCK
         if self.encoder_blocks:
             kind += ", encoder" if layer <= self.encoder_blocks else ", decoder"
         return f"{kind}, {self.attention_of(layer)}" if len(set(self.attention_pattern)) > 1 else kind

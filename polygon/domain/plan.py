@@ -114,10 +114,10 @@ class Problem:
         limits = self.constraints
         regions = sorted({region.name for region in self.cluster.regions})
         named = [(label, getattr(limits, label)) for label in REGION_LISTS]
-        most = self.model.layers
-        expected = Message("expected.stage", most=most, last=most - 1)
         for i, rule in enumerate(limits.stage_rules):
             where = f"stage_rules[{i}]"
+            most = self.model.layers
+            expected = Message("expected.stage", most=most, last=most - 1)
             require(-most <= rule.stage < most, f"{where}.stage", rule.stage, expected)
             named += [(f"{where}.only_regions", rule.only_regions), (f"{where}.never_regions", rule.never_regions)]
         named.append(("egress_bytes_per_step", [name for name in limits.egress_bytes_per_step if name != EVERY_REGION]))

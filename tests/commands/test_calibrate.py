@@ -169,9 +169,9 @@ def test_factors_over_one_prediction_do_not_multiply_another(logged, capsys):
     measured = replace(cpu, efficiency=MeasuredEfficiency(vector_gemm=0.5, basis="bench"))
     benched = replace(problem, cluster=replace(problem.cluster, catalogue={"cpu": measured}))
     plain = api_calibrate(logged)
-    assert plain.over == {"cpu": "data sheets"}
+    assert plain.over == {"cpu": "spec"}
     assert plain.to_dict() == calibration(plain.to_dict()).to_dict()
-    with pytest.raises(InputError, match=r"^calibration of cpu: found factors over data sheets, .* over bench,"):
+    with pytest.raises(InputError, match=r"^calibration of cpu: found factors over spec, .* over bench,"):
         CostTables(benched, calibration=plain)
     again = logged / "again"
     again.mkdir()
@@ -179,10 +179,10 @@ def test_factors_over_one_prediction_do_not_multiply_another(logged, capsys):
     over_bench = api_calibrate(again)
     assert over_bench.over == {"cpu": "bench"}
     assert over_bench.compute["cpu"] == pytest.approx(TRUTH.compute["cpu"], rel=0.02)
-    with pytest.raises(InputError, match=r"found factors over bench, expected .* over data sheets,"):
+    with pytest.raises(InputError, match=r"found factors over bench, expected .* over spec,"):
         CostTables(problem, calibration=over_bench)
     assert cli.run(calibrate.main, [str(logged), str(again)]) == 2
-    assert capsys.readouterr().err.startswith(f"{again}: cpu: found factors over bench, expected factors over data")
+    assert capsys.readouterr().err.startswith(f"{again}: cpu: found factors over bench, expected factors over spec")
 
 
 def test_a_calibration_of_nothing_changes_nothing(logged):
