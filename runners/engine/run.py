@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -234,7 +235,9 @@ def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> 
         report(result)
         if recorder is not None:
             recorder.step()
-        if training.diverged is None and ((due and result["together"]) or not go_on):
+        # Weights under which the loss is no number, as it may be while scales are halved, take no good ones' place.
+        saves = due and result["together"] and math.isfinite(result["loss"])
+        if training.diverged is None and (saves or not go_on):
             training.save()
             due = False
     if recorder is not None:

@@ -386,16 +386,18 @@ class Training:
         }  # fmt: skip
         self.wires.sent_bytes.clear()
         self._accelerator.set_clock()
-        # A loss that is scaled may overflow; one that is not, and gradients of it, never come back.
+        # Gradients of a loss that is scaled may overflow, and so may a batch's activations; what is not scaled never
+        # comes back, nor does a loss at the end.
         finite = math.isfinite(scalars.loss) and math.isfinite(scalars.norm)
-        if together and not finite and worker.overflow_scale <= 1:
+        ends = last or (together and scalars.stop)
+        if together and not finite and (worker.overflow_scale <= 1 or (ends and not math.isfinite(scalars.loss))):
             self.diverged = self._has_diverged(step, scalars.loss, norm)
         elif together and validate:
             result |= self._validate()
         self.log.write("step", **result)
         if self.collector is not None:
             self.collector.add(result)
-        return result, not (together and scalars.stop) and not last and self.diverged is None
+        return result, not ends and self.diverged is None
 
     def _has_diverged(self, step: int, loss: float, norm: float) -> DivergedError:
         last = ""

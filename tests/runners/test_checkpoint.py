@@ -139,6 +139,17 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path):
     assert steps_in(tmp_path) == [1]
 
 
+def test_scaled_losses_that_diverge_are_noticed_at_the_end(tmp_path):
+    """fp16 halves its scale at every step until then; what it had before stays, and the run does not end as if well."""
+    problem, plan = routed_problem(2)
+    problem = dataclasses.replace(problem, batch=dataclasses.replace(problem.batch, precision="fp16"))
+    options = Options(
+        steps=5, learning_rate=1e30, clip_norm=None, checkpoint_dir=tmp_path, checkpoint_every=1, checkpoints_kept=1
+    )
+    with pytest.raises(RuntimeError, match=r"step 4: found loss nan .*; the last whole one is .*/step-0000000[01]"):
+        run_ranks(run_rank, 2, problem, plan, options)
+
+
 def test_saves_of_later_steps_are_neither_counted_nor_removed(tmp_path):
     """A step 99 that nobody can resume from is in the folder: of this run the last two stay beside it."""
     step_directory(tmp_path, 99).mkdir()
