@@ -243,14 +243,13 @@ class Problem:
             For a word that is none of those above, and for a problem too large for a proof.
         """
         require(method in METHODS, "method", method, one_of(method, METHODS))
-        _require_seed(seed)
-        _require_jobs(jobs)
+        _require_asked(seed, jobs, groups, progress)
         require(jobs in (1, -1) or method == "memetic", "jobs", jobs, "1 with any method but memetic")
         require(objective == "time" or not robust, "objective", objective, "time for a robust plan")
         if until_gap is not None:
             may = objective == "time" and method == "memetic"
             require(may, "until_gap", until_gap, "the objective time and the method memetic")
-            require(until_gap >= 0, "until_gap", until_gap, "a part >= 0, as 0.25")
+            require_number(until_gap, "until_gap", at_least=0)
         if configurations is not None:
             require(method == "grid3d", "configurations", str(configurations), "none, but of the method grid3d")
         clock = _clock(time_limit_s)
@@ -306,8 +305,7 @@ class Problem:
         Front
             Fastest first; empty, with the reason, where no plan keeps the constraints.
         """
-        _require_seed(seed)
-        _require_jobs(jobs)
+        _require_asked(seed, jobs, groups, progress)
         clock = _clock(time_limit_s)
         data = self.data
         points, met = find_front(
@@ -406,15 +404,13 @@ def _effort(effort: EffortName | int | Effort, clock: Clock) -> Effort:
     return replace(effort, time_limit_s=clock.before_s(BOUND_PART, MOST_BOUND_S))
 
 
-def _require_seed(seed: int) -> None:
-    """Require what random numbers can begin with."""
+def _require_asked(seed: int, jobs: int, groups: Groups | None, progress: Tell | None) -> None:
+    """Require what random numbers can begin with, a number of processes, groups, and somebody to tell."""
     fits = isinstance(seed, int | np.integer) and not isinstance(seed, bool) and seed >= 0
     require(fits, "seed", seed, "a whole number >= 0")
-
-
-def _require_jobs(jobs: int) -> None:
-    """Require a number of processes."""
     require(isinstance(jobs, int) and (jobs >= 1 or jobs == -1), "jobs", jobs, "a whole number >= 1, or -1: one a core")
+    require(groups is None or isinstance(groups, Groups), "groups", groups, f"a polygon.{Groups.__name__}")
+    require(progress is None or callable(progress), "progress", progress, "a function")
 
 
 def _noted(history: list[Milestone], progress: Tell | None, clock: Clock) -> Tell:

@@ -150,8 +150,9 @@ class Plan:
         Raises
         ------
         InputError
-            Where the other trains another model or batch: their steps are not of one size.
+            Where the other is no plan, or trains another model or batch: their steps are not of one size.
         """
+        require(isinstance(other, Plan), "other", other, f"a polygon.{Plan.__name__}")
         for what in ("model", "batch"):
             mine, theirs = getattr(self.problem, what), getattr(other.problem, what)
             require(mine == theirs, f"other.{what}", repr(theirs), repr(mine))

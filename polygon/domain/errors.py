@@ -102,10 +102,10 @@ def _after(prefix: str | Message, fault: Message | str) -> Message | str:
     return Message("input.located", prefix=prefix, fault=fault)
 
 
-def one_of(found: str, allowed: Iterable[str]) -> Message:
+def one_of(found: object, allowed: Iterable[str]) -> Message:
     """What to say is expected where `found` is none of the allowed words: the nearest first, then all."""
     words = sorted(allowed)
-    near = difflib.get_close_matches(found, words, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(found, words, n=1, cutoff=0.5) if isinstance(found, str) else []
     if near:
         return Message("expected.nearest", nearest=near[0], words=tuple(words))
     return Message("expected.one_of", words=tuple(words))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from numbers import Integral
 
 from polygon.domain.block import (
     ATTENTIONS,
@@ -435,6 +436,9 @@ class Batch:
     def __post_init__(self) -> None:
         for name in ("global_batch", "seq_len"):
             most = MOST_SEQUENCES if name == "global_batch" else MOST_SIZE
+            value = getattr(self, name)
+            if isinstance(value, Integral) and not isinstance(value, bool):  # numpy's too, which JSON does not take
+                object.__setattr__(self, name, int(value))
             require_size(getattr(self, name), f"batch.{name}", at_most=most)
         for name in ("precision", "gradient_precision"):
             value = getattr(self, name)

@@ -58,6 +58,8 @@ def test_plans_of_other_work_are_not_compared(plan):
     other = polygon.Problem(cluster, "gpt3-1.3b", polygon.Batch(global_batch=64, seq_len=512))
     with pytest.raises(polygon.InputError, match=r'^other\.batch: found "Batch\(global_batch=64'):
         plan.compare(polygon.Plan(other, plan.data))
+    with pytest.raises(polygon.InputError, match=r"^other: found nothing, expected a polygon\.Plan$"):
+        plan.compare(None)
 
 
 def test_a_timeline_ends_with_the_step_and_nobody_computes_twice_at_once(plan):

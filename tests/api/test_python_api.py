@@ -15,6 +15,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import polygon
@@ -235,6 +236,8 @@ def refuse_to_begin(*told):
     ("words", "message"),
     [
         ({"objective": "tme"}, "objective: found 'tme', expected 'time' \\(nearest\\)"),
+        ({"objective": None}, "objective: found nothing, expected one of energy, money, time"),
+        ({"until_gap": "a"}, "until_gap: found 'a', expected a number >= 0"),
         ({"method": "magic"}, "method: found 'magic'"),
         ({"effort": 1.5}, "effort: found 1.5, expected quick, thorough, long, a whole number or a polygon.Effort"),
         ({"effort": True}, "effort: found True, expected a whole number >= 1"),
@@ -260,6 +263,8 @@ def test_unknown_words_are_refused(words, message):
         ({"seed": "a"}, "seed: found 'a', expected a whole number >= 0"),
         ({"time_limit_s": float("nan")}, "time_limit_s: found nan, expected a number >= 0"),
         ({"time_limit_s": -1}, "time_limit_s: found -1, expected a number >= 0"),
+        ({"groups": 5}, "groups: found 5, expected a polygon.Groups"),
+        ({"progress": 5}, "progress: found 5, expected a function"),
     ],
 )
 def test_seeds_and_limits_that_are_none_are_refused(ask, words, message):
@@ -267,6 +272,13 @@ def test_seeds_and_limits_that_are_none_are_refused(ask, words, message):
     with pytest.raises(polygon.InputError) as refused:
         getattr(pair_problem(), ask)(**{"effort": SMALL, **words})
     assert str(refused.value) == message
+
+
+def test_numbers_of_arrays_are_numbers():
+    """As from a loop over `numpy.arange`; what is saved of them is JSON."""
+    batch = polygon.Batch(global_batch=np.int64(8), seq_len=np.int32(512))
+    assert batch == polygon.Batch(global_batch=8, seq_len=512)
+    assert type(batch.global_batch) is type(batch.seq_len) is int
 
 
 def test_inputs_that_do_not_fit_together_are_refused_at_once():
