@@ -110,6 +110,11 @@ def scaling(base: Path, other: Path) -> Scaling:
     result = Scaling(base=run_speed(base), other=run_speed(other))
     one, two = result.base.model, result.other.model
     require(one == two, f"{other}: model", two, f"{one}, as in {base}")
+    plans = [folder / "plan.json" for folder in (base, other)]
+    if all(plan.exists() for plan in plans):  # where a name says too little, as of own models
+        one, two = (asdict(read_plan(plan).problem.model) for plan in plans)
+        for field, value in one.items():
+            require(two[field] == value, f"{other}: model.{field}", two[field], f"{value}, as in {base}")
     return result
 
 

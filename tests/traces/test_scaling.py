@@ -5,9 +5,11 @@ import json
 import pytest
 
 from polygon.domain.errors import InputError
+from polygon.formats.files import write_plan
 from runners.analyze import main
 from runners.engine.log import RunLog
 from runners.traces.scaling import scaling
+from tests.small_problems import routed_problem, small_model
 
 
 def write_run(folder, ranks, step_s, samples, model="tiny"):
@@ -39,3 +41,14 @@ def test_runs_of_different_models_are_not_compared(tmp_path):
         scaling(base, write_run(tmp_path / "b", 2, 3.0, 12, model="other"))
     with pytest.raises(InputError, match="log directory of a run"):
         scaling(base, tmp_path / "nowhere")
+
+
+def test_models_of_one_name_and_other_sizes_are_not_compared(tmp_path):
+    """The plans beside the logs say what the name does not."""
+    folders = [write_run(tmp_path / name, 2, 3.0, 12) for name in "ab"]
+    for folder, size in zip(folders, (64, 96), strict=True):
+        write_plan(folder / "plan.json", *routed_problem(2, model=small_model(ffn_size=size)))
+    with pytest.raises(InputError, match=r"model\.ffn_size: found 96, expected 64, as in"):
+        scaling(*folders)
+    write_plan(folders[1] / "plan.json", *routed_problem(2, model=small_model()))
+    assert scaling(*folders).speedup == 1
