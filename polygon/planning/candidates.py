@@ -14,7 +14,7 @@ from polygon.cost.money import Bill
 from polygon.domain.plan import Plan
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates, even_parts
-from polygon.planning.neighbourhood import near, with_idle
+from polygon.planning.neighbourhood import at_degree, near, with_idle
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, value_of
 from polygon.planning.problem_arrays import Bank, Setting
 from solvers.allocation import AllocationProblem, AllocationSpace
@@ -227,6 +227,38 @@ class Candidates(SearchProblem[Allocation]):
         settings += [(x.micro_batch_size, *how) for how in self.degrees if how != (x.cp, x.ep)]
 
         return near(x, self._space_of, settings, self._rates(x.micro_batch_size), rng)
+
+    def scaled(self, x: Allocation) -> Iterator[Allocation]:
+        """The same devices in the same stages, all at one tensor-parallel degree, in micro-batches as large, half or
+        twice: more than one thing differs, and each alone may be worse."""
+        at, unit = self.sizes.index(x.micro_batch_size), x.unit
+        rows = x.stages // unit
+        used = sorted(set(self.space.pool[rows.any(axis=0)].tolist()))
+        for tp in sorted(set(self.space.units[np.isin(self.space.pool, used)].tolist())):
+            workers = self.compact(at_degree(rows, self.space, used, tp)) * unit
+            for size in self.sizes[max(0, at - 1) : at + 2]:
+                yield replace(x, workers=workers, micro_batch_size=size)
+
+    def exchanged(self, x: Allocation) -> Iterator[Allocation]:
+        """With a whole pool out, or one that has no part in the place of it or beside it, in the same stages; the other
+        pools as they are, and with all of their devices. No stage gets more workers than there are micro-batches."""
+        devices, pool = self.space.capacity // x.unit, self.space.pool
+        most = self.decoder.problem.batch.global_batch // x.micro_batch_size
+        own = x.stages // x.unit
+        used = self.space.used(own)
+        idle = np.setdiff1d(np.unique(pool[devices[pool] > 0]), np.flatnonzero(used))
+        filled = (own * (devices / np.maximum(used, 1))[pool]).astype(np.int64)
+        filled = np.where(filled.sum(axis=1, keepdims=True) <= most, filled, own)
+        for rows, p in itertools.product((own, filled), np.flatnonzero(used).tolist()):
+            without = np.where(pool == p, 0, rows)
+            leaving = rows - without
+            part, tp = leaving.sum(axis=1) / leaving.sum(), int(self.space.units[leaving.any(axis=0)].max())
+            changes = [without]
+            for c in np.flatnonzero(np.isin(pool, idle) & (self.space.units == tp)):
+                for others in (without, rows):
+                    changes.append(others.copy())
+                    changes[-1][:, c] = np.minimum(part * (devices[pool[c]] // tp), most - others.sum(axis=1))
+            yield from (x.with_workers(self.compact(changed) * x.unit) for changed in changes)
 
     def _small_step(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
         """A random move of some workers among the stages that there are, and at times a new one somewhere.

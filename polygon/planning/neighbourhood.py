@@ -74,7 +74,7 @@ def near(
                 edits += [partial(_replaced, s=s, c=c, d=d, count=n) for n in counts]
     used = sorted(set(space.pool[rows.any(axis=0)].tolist()))
     degrees = [
-        partial(_at_degree, space=space, pools=pools, degree=degree)
+        partial(at_degree, space=space, pools=pools, degree=degree)
         for pools in [used, *([p] for p in used if len(used) > 1)]
         for degree in sorted(set(space.units[np.isin(space.pool, pools)].tolist()))
     ]
@@ -148,7 +148,7 @@ def _replaced(rows: np.ndarray, s: int, c: int, d: int, count: int) -> np.ndarra
     return rows
 
 
-def _at_degree(rows: np.ndarray, space: AllocationSpace, pools: list[int], degree: int) -> np.ndarray:
+def at_degree(rows: np.ndarray, space: AllocationSpace, pools: list[int], degree: int) -> np.ndarray:
     """The same devices of some pools in the same stages at a tensor-parallel degree, where they can have it."""
     rows = rows.copy()
     for p in pools:

@@ -16,7 +16,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
-from polygon.planning.candidates import RUNNER_UP, Candidates, ExactCandidates, GroupCandidates, NothingNew
+from polygon.planning.candidates import MOST_LISTED, RUNNER_UP, Candidates, ExactCandidates, GroupCandidates, NothingNew
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
 from polygon.planning.fitted_starts import Fitted, fitted, in_setting
@@ -489,7 +489,38 @@ def _explore(
             candidates.join(own)
         if not went_on:
             return made, True, nearest
-    return made, False, nearest
+    try:
+        return made + (_settle(candidates, clock) if candidates.space.classes > MOST_LISTED else 0), False, nearest
+    except KeyboardInterrupt:
+        return made, True, nearest
+
+
+def _settle(candidates: Candidates, clock: Clock) -> int:
+    """Take the best structures to other degrees and micro-batch sizes while that helps, and the best of all to other
+    pools; how many were valued.
+
+    It is for clusters of very many classes, of which no search looks at all neighbours of an allocation.
+    """
+    valued = 0
+
+    def descend(x: Allocation, ways: Callable[[Allocation], Iterator[Allocation]]) -> Allocation:
+        """Where steps end that are the best of all."""
+        nonlocal valued
+        best = candidates.evaluate(x)
+        while clock.left_s(0.65) > 0:
+            near = [y for y in ways(x) if y.workers.any()]
+            values = [candidates.evaluate(y) for y in near]
+            valued += len(values)
+            if min(values, default=math.inf) >= best:
+                break
+            best, x = min(values), near[int(np.argmin(values))]
+        return x
+
+    for x in candidates.different[:DESCENTS]:
+        descend(x, candidates.scaled)
+    for x in candidates.elite[:1]:
+        descend(descend(x, candidates.exchanged), candidates.scaled)
+    return valued
 
 
 def _has_many_cycles(effort: Effort) -> bool:

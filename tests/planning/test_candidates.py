@@ -510,6 +510,28 @@ def test_all_neighbours_are_allocations_of_one_change(decoder):
     assert any(y.cp == 2 and (y.workers[:, 0] == joined.workers[:, 0]).all() for y in found.neighbours(x, rng))
 
 
+def test_other_degrees_and_sizes_at_once_and_whole_pools(decoder):
+    """What a descent through large clusters tries: each is an allocation, and two things may differ at once."""
+    found, rng = Candidates(decoder, 4), np.random.default_rng(1)
+    for cp in (1, 2):
+        for _ in range(10):
+            x = replace(found.neighbour(found.random(rng), rng), cp=cp)
+            near = [*found.scaled(x), *found.exchanged(x)]
+            assert all((y.workers >= 0).all() and (found.space.free(y.workers) >= 0).all() for y in near)
+            assert all((y.workers % y.unit == 0).all() for y in near)
+    size, twice = found.sizes[1:3]
+    x = allocation([2, 0, 0, 1], [0, 0, 0, 2], size=size)
+    scaled = {y.key for y in found.scaled(x)}
+    for row in ([[0, 1, 0, 0, 0], [0, 0, 0, 0, 1]], [[2, 0, 0, 1], [0, 0, 0, 2]]):  # both at degree 2; both at 1
+        assert {allocation(*row, size=size).key, allocation(*row, size=twice).key} <= scaled
+    exchanged = {y.key for y in found.exchanged(x)}
+    for row in ([[0, 0, 0, 1], [0, 0, 0, 2]], [[2, 0, 0, 0]], [[4, 0, 0, 0]]):  # without one pool, and all of the other
+        assert allocation(*row, size=size).key in exchanged, row
+    alone = {y.key for y in found.exchanged(allocation([1, 0, 0, 0], [1, 0, 0, 0], size=size))}
+    for row in ([[0, 0, 0, 2], [0, 0, 0, 2]], [[1, 0, 0, 2], [1, 0, 0, 2]], [[2, 0, 0, 2], [2, 0, 0, 2]]):
+        assert allocation(*row, size=size).key in alone, row  # in the place of the pool, or beside it
+
+
 def test_an_exact_step_is_the_next_best_neighbour_half_of_the_time(decoder):
     """The best by the fluid objective of all one change away, then the second best, none of them twice."""
     exact = ExactCandidates(decoder, 4)

@@ -569,6 +569,23 @@ def test_of_many_classes_of_workers_fewer_allocations_are_looked_at(monkeypatch)
     assert all_of_them - find_plan(problem, np.random.default_rng(0), effort=effort).evaluations == 200
 
 
+def test_of_very_many_classes_the_best_is_taken_to_other_degrees_and_pools():
+    """From two T4 of eight that share a worker to A100 in workers of one: nothing near in these things is better."""
+    cluster = cluster_of([[("a100-40gb", 1, 4), ("t4", 2, 4), ("v100-16gb", 1, 4)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
+    candidates = Candidates(Decoder(problem), 2)
+    workers = np.zeros((2, candidates.space.classes), dtype=np.int64)
+    workers[0, candidates.decoder.classes.index((1, 2))] = 1
+    start = Allocation(workers=workers, micro_batch_size=1)
+    first = candidates.evaluate(start)
+    valued = engine._settle(candidates, Clock())
+    best = candidates.elite[0]
+    least = candidates.decoder.value(best)
+    assert valued > 20 and least < first / 2
+    assert set(candidates.space.pool[best.workers.any(axis=0)]) == {0}
+    assert least <= min(map(candidates.decoder.value, candidates.scaled(best)))
+
+
 def test_few_devices_are_looked_at_until_nothing_is_new():
     """Two devices have few allocations: a search of them ends early, and with the best that a whole one meets."""
     problem = Problem(
