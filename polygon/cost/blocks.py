@@ -550,10 +550,13 @@ def _scores_s(block: Block, chip: Silicon, split: LayerSplit, keys: float) -> tu
     """Forward and backward of softmax(QK')V: one fused kernel, or products and passes over the written scores, which
     mask what a window leaves out and save nothing by it."""
     tokens, heads, launch_s = split.tokens, block.heads / split.tp, chip.efficiency.launch_s
-    if split.runtime.attention != "materialised":
+    kernel = split.runtime.attention
+    if kernel == "flash" and split.runtime.deterministic and split.runtime.attention_dropout:
+        kernel = "flash" if chip.efficiency.flash_repeats_dropout else "flash2"
+    if kernel != "materialised":
         forward_s, backward_s = attention_s(
             chip,
-            split.runtime.attention,
+            kernel,
             tokens=tokens,
             seq_len=min(split.seq_len, block.window) if block.window else split.seq_len,
             keys=keys,

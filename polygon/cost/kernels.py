@@ -39,17 +39,20 @@ class Efficiency:
     flash_forward: float
     """Of the 16-bit peak, by the attention kernel that the vendor's library has for it."""
     flash_backward: float
-    flash2_forward: float
-    """The same for FlashAttention-2, which knows no unit newer than Ampere's (Dao 2023)."""
-    flash2_backward: float
-    triton_forward: float
-    """The same for the first generation of fused attention (Triton, 2023)."""
-    triton_backward: float
+    flash2_forward: float | None
+    """The same for FlashAttention-2, which knows no unit newer than Ampere's (Dao 2023); None: as the vendor's, who calls
+    its own so."""
+    flash2_backward: float | None
+    triton_forward: float | None
+    """The same for the first generation of fused attention (Triton, 2023); None: as the vendor's."""
+    triton_backward: float | None
     flops_per_multiprocessor: float
     """16-bit peak [FLOP/s] of one multiprocessor; the device's peak over it is the number of multiprocessors."""
     flash_forward_tokens: float = 0.0
     """Sequence length at which the vendor's attention reaches half of what it does on a sequence without end."""
     flash_backward_tokens: float = 0.0
+    flash_repeats_dropout: bool = True
+    """Whether the vendor's attention has a deterministic backward with dropout; if not, FlashAttention-2 is taken."""
     vector_gemm: float = VECTOR_GEMM
     """Of the fp32 peak, by products without matrix units."""
     unaligned: float | None = None
@@ -90,9 +93,16 @@ CDNA = replace(
     memory=0.7,
     flash_forward=0.35,
     flash_backward=0.25,
-    flops_per_multiprocessor=3.5e12,
+    flash2_forward=None,
+    flash2_backward=None,
+    triton_forward=None,
+    triton_backward=None,
+    flops_per_multiprocessor=4.30e12,
     source="spec",
 )
+"""FlashAttention-2 of ROCm is Composable Kernel or, in torch's scaled_dot_product_attention, AOTriton
+(github.com/ROCm/flash-attention, README): its rates are those of the vendor's attention, not CUDA's on an A100.
+Compute units by AMD's data sheets: 220 of an MI250X, 304 of an MI300X, 256 of an MI355X."""
 BEFORE_AMPERE = replace(
     AMPERE,
     flash_forward=0.25,
@@ -131,18 +141,22 @@ EFFICIENCY = {
         flash2_backward=0.139,
         triton_forward=0.104,
         triton_backward=0.066,
+        flash_repeats_dropout=False,
         flops_per_multiprocessor=15.2e12,
         source="spec",
     ),
     "rtx blackwell": replace(AMPERE, flops_per_multiprocessor=1.23e12, source="spec"),
-    "cdna2": replace(CDNA, gemm=0.687),
+    "cdna2": replace(CDNA, gemm=0.687, flops_per_multiprocessor=1.74e12),
+    "cdna4": replace(CDNA, flops_per_multiprocessor=9.83e12),
     "cdna": CDNA,
     "": replace(AMPERE, flops_per_multiprocessor=2.5e12, source="spec"),
 }
 """By architecture (the first that a name starts with); the empty name is any other. Only Ampere and Hopper have been
 fitted to training runs; the catalogue has what other devices were measured to reach (benchmarks/matmul_ceilings.py).
 FlashAttention-2 on Blackwell is as measured on B200, without a mask, heads of 64, from 1,024 tokens on (Dao-AILab/
-flash-attention issue 1589: 307 to 381 and 281 to 334 TFLOP/s); Triton's first to it as on Hopper."""
+flash-attention issue 1589: 307 to 381 and 281 to 334 TFLOP/s); Triton's first to it as on Hopper. cuDNN has no
+deterministic backward with dropout there (NVIDIA/TransformerEngine transformer_engine/common/fused_attn/fused_attn.cpp,
+"determinism on Blackwell", 2026: from 9.18.1 without dropout, before not at all)."""
 
 
 GROUPED_PRODUCTS = ("hopper", "blackwell")
@@ -325,14 +339,16 @@ def attention_s(
         Length of the sequence, or of the window that a query sees of it.
     """
     efficiency = chip.efficiency
+    vendors = (
+        efficiency.flash_forward / (1 + efficiency.flash_forward_tokens / seq_len),
+        efficiency.flash_backward / (1 + efficiency.flash_backward_tokens / seq_len),
+    )
+    second = (efficiency.flash2_forward or vendors[0], efficiency.flash2_backward or vendors[1])
     forward, backward = {
-        "flash": (
-            efficiency.flash_forward / (1 + efficiency.flash_forward_tokens / seq_len),
-            efficiency.flash_backward / (1 + efficiency.flash_backward_tokens / seq_len),
-        ),
-        "flash2": (efficiency.flash2_forward, efficiency.flash2_backward),
-        "flash1": (FLASH1[0] * efficiency.flash2_forward, FLASH1[1] * efficiency.flash2_backward),
-        "triton": (efficiency.triton_forward, efficiency.triton_backward),
+        "flash": vendors,
+        "flash2": second,
+        "flash1": (FLASH1[0] * second[0], FLASH1[1] * second[1]),
+        "triton": (efficiency.triton_forward or vendors[0], efficiency.triton_backward or vendors[1]),
     }[kernel]
     key, value = padded_head(head_dim), padded_head(value_dim)
     # Scores (queries x keys) and their product with values: a multiplication and an addition for each of both.
