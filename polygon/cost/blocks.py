@@ -288,7 +288,9 @@ def _sums_s(
     n_bytes = chip.element_bytes * split.tokens * block.hidden_size
     sent_f = sums * split.communication * all_reduce_s(n_bytes, split.group)
     # Where the tokens' parts were not kept whole, backward gathers them again: one pass more than the two of a sum.
-    regathered = split.sequence_parallel and not runtime.keeps_gathered
+    # Checkpointing by operators keeps what is scattered, and gathers anew.
+    kept = runtime.keeps_gathered and not (split.recompute == "selective" and runtime.selective == "operators")
+    regathered = split.sequence_parallel and not kept
     sent_b = sent_f * (1.5 if regathered else 1.0)
     pipelined = runtime.tp_overlap == "pipelined"
     hidden_f = HIDING * min(sent_f, products_f + idle_f) if pipelined else 0.0

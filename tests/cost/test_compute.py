@@ -590,6 +590,50 @@ def test_attention_of_one_generation_before_gains_nothing_from_a_new_card():
         assert new == pytest.approx(old, rel=0.1)
 
 
+@pytest.mark.parametrize("name", ["mi250x-gcd", "mi300x", "mi355x"])
+def test_flash_attention_2_on_amd_is_the_vendors_own(name):
+    """Composable Kernel and AOTriton go by that name: no rate of an A100's peak is theirs."""
+    work = {"tokens": 4096, "seq_len": 2048, "keys": 1024.0, "heads": 32, "head_dim": 128, "value_dim": 128}
+    chip = silicon(catalogue.device(name), "bf16")
+    own = attention_s(chip, "flash", **work)
+    assert attention_s(chip, "flash2", **work) == attention_s(chip, "triton", **work) == own
+    assert all(old > new for old, new in zip(attention_s(chip, "flash1", **work), own, strict=True))
+
+
+@pytest.mark.parametrize(("name", "units"), [("mi250x-gcd", 110), ("mi300x", 304), ("mi325x", 304), ("mi355x", 256)])
+def test_amds_compute_units_are_those_of_its_data_sheets(name, units):
+    assert silicon(catalogue.device(name), "bf16").multiprocessors == units
+
+
+def test_attention_that_repeats_its_dropout_is_one_generation_older_on_blackwell():
+    """cuDNN has no deterministic backward with dropout there, and elsewhere has one; each alone is in its kernel."""
+    batch = Batch(global_batch=1, seq_len=8192)
+
+    def backward_s(device: str, attention: str, **switches: bool) -> float:
+        runtime = Runtime(attention=attention, **switches)
+        return layer_times(gpt(), batch, catalogue.device(device), NVLINK, runtime=runtime).backward_s[1]
+
+    both = {"attention_dropout": True, "deterministic": True}
+    assert backward_s("gb200", "flash", **both) == backward_s("gb200", "flash2", **both)
+    for switch in both:
+        assert backward_s("gb200", "flash", **{switch: True}) < backward_s("gb200", "flash2", **{switch: True})
+    assert backward_s("h100-sxm", "flash", **both) < backward_s("h100-sxm", "flash2", **both)
+
+
+def test_checkpoints_by_operators_gather_the_tokens_parts_anew():
+    """They keep what a sum scattered and not what was gathered: half a sum more than a program that keeps all."""
+    batch, slow = Batch(global_batch=8, seq_len=2048), Link(latency_s=0.0, bytes_per_s=1e9)
+
+    def backward_s(kept: bool, recompute: str, selective: str) -> float:
+        runtime = Runtime(keeps_gathered=kept, selective=selective)
+        split = {"tp": 4, "sequence_parallel": True, "recompute": recompute, "runtime": runtime}
+        return layer_times(gpt(), batch, A100, slow, **split).backward_s[1]
+
+    assert backward_s(True, "selective", "operators") == backward_s(False, "selective", "operators")
+    for recompute, selective in (("none", "operators"), ("selective", "attention")):
+        assert backward_s(True, recompute, selective) < 0.9 * backward_s(False, recompute, selective)
+
+
 def test_the_first_flash_attention_takes_what_its_author_says_of_it():
     """On an A100 30 to 50 % of the peak forward and 25 to 35 % backward (arXiv:2307.08691), launches left out."""
     chip = silicon(A100, "bf16")
