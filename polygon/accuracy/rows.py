@@ -75,9 +75,11 @@ class Accuracy:
 def predict(run: MeasuredRun, profiles: Sequence[ModelProfile] = ()) -> tuple[Estimate, MemoryBreakdown]:
     """What the planner says of a measured run, and the memory of the worker that needs most.
 
-    A profile of its model takes the device model's place where it was measured in the run's precision.
+    A profile of its model takes the device model's place where it was measured in the run's precision and sequence
+    length.
     """
-    fitting = [p for p in profiles if run.profiled and p.fits(run.model) and p.devices & run.devices]
+    alike = [p for p in profiles if run.profiled and p.fits(run.model) and p.seq_len in (None, run.batch.seq_len)]
+    fitting = [p for p in alike if p.devices & run.devices]
     tables = CostTables(run.problem, fitting)
     memory = worker_memory(run.plan, tables, tables.placement(run.plan))
     return estimate(run.problem, run.plan, tables), max(memory, key=lambda held: held.total_bytes)
