@@ -14,6 +14,7 @@ from typing import Any
 from polygon.cost.kernels import architecture_of
 from polygon.domain.cluster import Device
 from polygon.domain.errors import InputError
+from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.runtime import DP_OVERLAP, Runtime
 from polygon.formats.catalogue import device as device_by_name
 from polygon.formats.catalogue import runtime_of_program
@@ -72,6 +73,7 @@ def in_our_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
         "precision": precision,
         "gradient_precision": _gradient_precision(row, runtime, precision),
         "recompute": recompute,
+        "optimizer": _optimizer(row),
         "zero_stage": _zero(row, runtime),
         "zero_shard_ranks": _shards(row, int(same["zero_shard_ranks"] or 0)),
         "device": device.name,
@@ -130,6 +132,11 @@ def _gradient_precision(row: Mapping[str, Any], runtime: Runtime, precision: str
     if runtime.name == "internevo":
         return "bf16"  # reduces in the precision of its parameters
     return "fp16" if precision == "fp16" else "fp32"
+
+
+def _optimizer(row: Mapping[str, Any]) -> str:
+    """The optimizer, where a word of the row is one of ours; else AdamW, which takes as long as LAMB and Adam."""
+    return next((word for word in _words(row.get("optimizer")) if word in OPTIMIZERS), "adamw")
 
 
 def _zero(row: Mapping[str, Any], runtime: Runtime) -> int:

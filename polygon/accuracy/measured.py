@@ -220,6 +220,7 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
         zero=int(row.get("zero_stage") or 0),
         shards=int(row.get("zero_shard_ranks") or 0),
         recompute=row["recompute"],
+        recompute_blocks=_whole_or_none(row, "recompute_blocks"),
         sequence_parallel=bool(row.get("sequence_parallel")),
         stage_layers=tuple(row.get("stage_layers") or ()),
     )
@@ -231,6 +232,7 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
             seq_len=int(row["sequence_length_tokens"]),
             precision=row["precision"],
             gradient_precision=row["gradient_precision"],
+            optimizer=str(row.get("optimizer") or "adamw"),
         ),
         runtime=replace(runtime, fused_accumulation=True) if global_batch == micro_batch * dp else runtime,
     )
@@ -249,6 +251,15 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
         device_label=str(row.get("gpu_type") or row["device"]),
     )
     return replace(found, misspelt=misspelt(asked, asked.names))
+
+
+def _whole_or_none(row: Mapping[str, Any], key: str) -> int | None:
+    """A count that may be 0; None where the row does not say it."""
+    value = row.get(key)
+    if value is None:
+        return None
+    require(isinstance(value, int | float) and value >= 0 and value % 1 == 0, key, value, "a whole number >= 0")
+    return int(value)
 
 
 def _step_s(row: Mapping[str, Any], global_batch: int) -> float | None:
