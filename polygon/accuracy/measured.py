@@ -233,6 +233,7 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
             precision=row["precision"],
             gradient_precision=row["gradient_precision"],
             optimizer=str(row.get("optimizer") or "adamw"),
+            state_precision=str(row.get("state_precision") or "fp32"),
         ),
         runtime=replace(runtime, fused_accumulation=True) if global_batch == micro_batch * dp else runtime,
     )

@@ -187,7 +187,8 @@ def search_options(*, time_limit_s: float | None = None) -> argparse.ArgumentPar
 
 
 PROBLEM_OPTIONS = (
-    "--model", "--global-batch", "--seq-len", "--precision", "--gradient-precision", "--optimizer", "--constraints",
+    "--model", "--global-batch", "--seq-len", "--precision", "--gradient-precision", "--state-precision", "--optimizer",
+    "--constraints",
 )  # fmt: skip
 """Of `problem_options`, what a problem file and a groups file say themselves."""
 
@@ -217,6 +218,8 @@ def problem_options() -> argparse.ArgumentParser:
     group.add_argument("--precision", help=f"of compute and activations (default {usual['precision']})")
     group.add_argument("--gradient-precision", help=f"of weight gradients (default {usual['gradient_precision']})")
     group.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)} (default {usual['optimizer']})")
+    kept = f"of what the optimizer keeps, fp32 or bf16 (default {usual['state_precision']})"
+    group.add_argument("--state-precision", help=kept)
     group.add_argument(
         "--constraints", metavar="FILE", help="YAML: memory headroom, regions forbidden or required, ..."
     )
@@ -382,7 +385,8 @@ def read_problem(path: str, args: argparse.Namespace) -> Any:
     model = files.read_model(args.model)
     for note in model.notes:
         Talk(quiet=getattr(args, "quiet", False)).say(f"note: {model.name}: {note}")
-    said = {name: getattr(args, name) for name in ("global_batch", "precision", "gradient_precision", "optimizer")}
+    formats = ("precision", "gradient_precision", "state_precision")
+    said = {name: getattr(args, name) for name in ("global_batch", *formats, "optimizer")}
     said["seq_len"] = args.seq_len or model.tokens_per_image or min(model.max_seq_len, LONGEST_DEFAULT)
     batch = files.read_batch({name: value for name, value in said.items() if value is not None})
     problem = benched(with_runtime(Problem(cluster=cluster, model=model, batch=batch), args), args)

@@ -237,23 +237,24 @@ def update_s(
     Gradient, what the optimizer reads and writes (`OPTIMIZERS`) and the low-precision copy; fp16 adds the passes that
     unscale, check and clip. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`. `way` is
     that of `Runtime.update`: where these are passes apart, fp32 gradients are read for their norm, read and written
-    clipped, and written as zeros, and weights are read once more to be cast. Where the host updates (`by_host`), the
+    clipped, and written as zeros, and weights are read once more to be cast. An optimizer whose state is as narrow as the
+    weights moves half, and casts nothing. Where the host updates (`by_host`), the
     same passes are over its memory, after fp32 gradients have been copied there and before weights are copied back.
     """
     chip = silicon(device, batch.precision)
     # 16-bit weights are written beside the fp32 ones that are updated.
-    low = 0 if chip.element_bytes == 4 else chip.element_bytes
-    optimizer = OPTIMIZERS[batch.optimizer]
-    per_parameter: float = optimizer.update_bytes + batch.gradient_bytes + low
+    low = chip.element_bytes if chip.element_bytes < batch.state_bytes else 0
+    optimizer, narrow = OPTIMIZERS[batch.optimizer], batch.state_bytes / 4
+    per_parameter: float = optimizer.update_bytes * narrow + batch.gradient_bytes + low
     per_parameter += 4 + batch.gradient_bytes  # norm of the gradients and clipping
     if batch.precision == "fp16":
         per_parameter += 6 + 4
     if way == "apart":
-        per_parameter = optimizer.update_bytes + 4 + APART_BYTES + (4 + low if low else 0)
+        per_parameter = (optimizer.update_bytes + 4 + APART_BYTES) * narrow + (4 + low if low else 0)
     elif way == "operations":
-        per_parameter = optimizer.unfused_bytes
+        per_parameter = optimizer.unfused_bytes * narrow
     if by_host:
-        copied = 4 + (low or 4)
+        copied = 4 * narrow + (low or 4 * narrow)
         return parameters_held * (copied / HOST_COPY_BYTES_PER_S + per_parameter / HOST_MEMORY_BYTES_PER_S)
     return stream_s(chip, parameters_held * per_parameter, 2)
 

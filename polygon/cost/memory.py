@@ -352,8 +352,9 @@ def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[
 
 
 def state_bytes(batch: Batch) -> tuple[float, float, float]:
-    """Bytes per parameter of weight, gradient and optimizer state (with the fp32 master of 16-bit weights)."""
-    per_optimizer = OPTIMIZERS[batch.optimizer].moment_bytes + (4 if batch.element_bytes < 4 else 0)
+    """Bytes per parameter of weight, gradient and optimizer state (with the wider master of 16-bit weights)."""
+    master = batch.state_bytes if batch.element_bytes < batch.state_bytes else 0
+    per_optimizer = OPTIMIZERS[batch.optimizer].moment_bytes * batch.state_bytes / 4 + master
     return batch.element_bytes, batch.gradient_bytes, per_optimizer
 
 
@@ -363,7 +364,7 @@ def outside_bytes(batch: Batch) -> float:
     Vectors within blocks, norms and biases, are AdamW's too and left out.
     """
     optimizer = OPTIMIZERS[batch.optimizer]
-    return float(optimizer.outside_moment_bytes - optimizer.moment_bytes)
+    return (optimizer.outside_moment_bytes - optimizer.moment_bytes) * batch.state_bytes / 4
 
 
 def gradient_copies(batch: Batch, runtime: Runtime, zero: int) -> float:

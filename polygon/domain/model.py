@@ -432,6 +432,8 @@ class Batch:
     """In which weight gradients are accumulated and reduced."""
     optimizer: str = "adamw"
     """A name of `polygon.domain.optimizer.OPTIMIZERS`."""
+    state_precision: str = "fp32"
+    """Of what the optimizer keeps: fp32, with a copy of 16-bit weights; or bf16, and the weights alone are updated."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "seq_len"):
@@ -446,6 +448,8 @@ class Batch:
             require(value in formats, f"batch.{name}", value, " or ".join(formats))
         known = self.optimizer in OPTIMIZERS
         require(known, "batch.optimizer", self.optimizer, one_of(str(self.optimizer), OPTIMIZERS))
+        widths = ("fp32", "bf16") if self.precision in ("bf16", "fp8") else ("fp32",)
+        require(self.state_precision in widths, "batch.state_precision", self.state_precision, " or ".join(widths))
 
     @property
     def tokens(self) -> int:
@@ -461,6 +465,11 @@ class Batch:
     def gradient_bytes(self) -> int:
         """Bytes of one weight gradient as it is reduced."""
         return BYTES_PER_ELEMENT[self.gradient_precision]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one number that the optimizer keeps."""
+        return BYTES_PER_ELEMENT[self.state_precision]
 
 
 def check_sequence(model: Model, batch: Batch) -> None:

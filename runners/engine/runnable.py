@@ -18,6 +18,8 @@ def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> 
     """Require what the runner can execute; `InputError` says what it cannot. A user's own model has its own layers."""
     expected = "polygon, polygon-compiled, polygon-ring or polygon-whole-experts, to be run here"
     require(is_ours(problem.runtime), "problem.runtime", Phrase(problem.runtime.name), expected)
+    kept = problem.batch.state_precision
+    require(kept == "fp32", "batch.state_precision", kept, "fp32, to be run here")
     if own_model:
         precision, expected = problem.batch.precision, "fp32, tf32, bf16 or fp16 (with --model-file)"
         require(precision != "fp8", "batch.precision", precision, expected)

@@ -473,6 +473,7 @@ def test_a_name_of_the_hub_says_what_to_do():
         ("--seq-len", "512"),
         ("--precision", "bf16"),
         ("--gradient-precision", "fp32"),
+        ("--state-precision", "fp32"),
         ("--optimizer", "adamw"),
         ("--constraints", "limits.yaml"),
     ],

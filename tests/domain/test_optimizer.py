@@ -8,6 +8,7 @@ import pytest
 
 from polygon.commands import cli
 from polygon.cost.compute import update_s
+from polygon.cost.kernels import EFFICIENCY, LAUNCH_S
 from polygon.cost.memory import outside_bytes, state_bytes
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
@@ -16,6 +17,7 @@ from polygon.formats import catalogue
 from polygon.web.search_routes import known
 
 A100 = catalogue.devices()["a100-80gb"]
+UPDATES = ("fused", "apart", "operations")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -45,3 +47,27 @@ def test_an_unknown_one_is_told_the_nearest():
     """In one line, with all there are."""
     with pytest.raises(InputError, match=r"batch.optimizer: found .?adam.?, expected .*adamw.*muon"):
         Batch(global_batch=8, seq_len=128, optimizer="adam")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_as_narrow_as_the_weights_is_half_of_a_wide_one_without_the_copy(name):
+    """AdamW in bf16: 2 + 2 bytes of moments beside a weight of 2, for 4 + 4 + 4 of a copy and both moments; an update
+    out of many operations moves half, one in one kernel no 16-bit copy."""
+    wide = Batch(global_batch=8, seq_len=128, gradient_precision="bf16", optimizer=name)
+    narrow = replace(wide, state_precision="bf16")
+    weight, gradient, kept = state_bytes(wide)
+    assert state_bytes(narrow) == (weight, gradient, (kept - 4) / 2)
+    assert outside_bytes(narrow) == outside_bytes(wide) / 2
+    launches_s = 2 * LAUNCH_S
+    seconds = {way: [update_s(1e9, A100, batch, way=way) - launches_s for batch in (wide, narrow)] for way in UPDATES}
+    assert seconds["operations"][1] == pytest.approx(seconds["operations"][0] / 2)
+    moved = (seconds["fused"][0] - seconds["fused"][1]) * A100.memory_bytes_per_s * EFFICIENCY["ampere"].memory
+    assert moved == pytest.approx(1e9 * (OPTIMIZERS[name].update_bytes / 2 + 2))
+    assert seconds["fused"][1] < seconds["apart"][1] < seconds["operations"][1]
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp16")])
+def test_a_state_is_as_narrow_as_the_weights_or_in_32_bits(precision, kept):
+    """fp16 updates are lost without a wider copy; and nothing narrower than the weights makes sense of them."""
+    with pytest.raises(InputError, match=rf"batch\.state_precision: found .?{kept}.?, expected fp32"):
+        Batch(global_batch=8, seq_len=128, precision=precision, state_precision=kept)

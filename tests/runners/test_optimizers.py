@@ -152,6 +152,10 @@ def test_what_cannot_be_run_or_exported_is_refused():
         check_runnable(problem, plan, own_model=True)
     with pytest.raises(InputError, match=r"batch.optimizer: found .?muon.?, expected adamw or sgd"):
         export(problem, plan, "megatron")
+    narrow = replace(problem.batch, optimizer="adamw", precision="bf16", state_precision="bf16")
+    for refuse in (check_runnable, lambda problem, plan: export(problem, plan, "megatron")):
+        with pytest.raises(InputError, match=r"batch.state_precision: found .?bf16.?, expected fp32"):
+            refuse(replace(problem, batch=narrow), plan)
     problem, plan = with_optimizer(routed_problem(1), "adafactor")
     with pytest.raises(InputError, match="--offload-optimizer"):
         train(problem, plan, 0, "127.0.0.1", 1, Options(offload_optimizer=True), on_loss=end_process)
