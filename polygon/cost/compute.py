@@ -237,9 +237,9 @@ def update_s(
     Gradient, what the optimizer reads and writes (`OPTIMIZERS`) and the low-precision copy; fp16 adds the passes that
     unscale, check and clip. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`. `way` is
     that of `Runtime.update`: where these are passes apart, fp32 gradients are read for their norm, read and written
-    clipped, and written as zeros, and weights are read once more to be cast. An optimizer whose state is as narrow as the
-    weights moves half, and casts nothing. Where the host updates (`by_host`), the
-    same passes are over its memory, after fp32 gradients have been copied there and before weights are copied back.
+    clipped, and written as zeros, and weights are read once more to be cast. An optimizer whose state is as narrow as
+    the weights moves half, and casts nothing. Where the host updates (`by_host`), the same passes are over its memory,
+    after fp32 gradients have been copied there and before weights are copied back.
     """
     chip = silicon(device, batch.precision)
     # 16-bit weights are written beside the fp32 ones that are updated.

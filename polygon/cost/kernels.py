@@ -40,8 +40,8 @@ class Efficiency:
     """Of the 16-bit peak, by the attention kernel that the vendor's library has for it."""
     flash_backward: float
     flash2_forward: float | None
-    """The same for FlashAttention-2, which knows no unit newer than Ampere's (Dao 2023); None: as the vendor's, who calls
-    its own so."""
+    """The same for FlashAttention-2, which knows no unit newer than Ampere's (Dao 2023); None: as the vendor's, who
+    calls its own so."""
     flash2_backward: float | None
     triton_forward: float | None
     """The same for the first generation of fused attention (Triton, 2023); None: as the vendor's."""
