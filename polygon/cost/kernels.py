@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polygon.domain.cluster import Device
 from polygon.domain.efficiency import MeasuredEfficiency
@@ -198,7 +198,8 @@ def _architecture(name: str) -> str:
 @lru_cache(maxsize=256)
 def _of_device(architecture: Efficiency, measured: MeasuredEfficiency) -> Efficiency:
     source = "bench" if measured.basis == "bench" else "spec"
-    return replace(architecture, **measured.given, source=source)
+    given: dict[str, Any] = dict(measured.given)
+    return replace(architecture, **given, source=source)
 
 
 def efficiency_of(device: Device) -> Efficiency:
@@ -374,5 +375,6 @@ def delta_rule_s(chip: Silicon, *, tokens: float, heads: float, key_dim: int, va
     measurement was found.
     """
     one = 3 * DELTA_CHUNK * key_dim + 2 * DELTA_CHUNK * value_dim + 3 * key_dim * value_dim
-    seconds = 2.0 * tokens * heads * one / (chip.peak_flops_16 * chip.efficiency.triton_forward)
+    reached = chip.efficiency.triton_forward or chip.efficiency.flash_forward
+    seconds = 2.0 * tokens * heads * one / (chip.peak_flops_16 * reached)
     return seconds, 3 * seconds

@@ -18,7 +18,7 @@ from polygon.cost.compute import (
     model_flops_per_step,
     update_s,
 )
-from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY, LAUNCH_S, attention_s, silicon
+from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY, LAUNCH_S, attention_s, delta_rule_s, silicon
 from polygon.cost.memory import layer_memory
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
 from polygon.cost.tables import CostTables
@@ -597,6 +597,7 @@ def test_flash_attention_2_on_amd_is_the_vendors_own(name):
     chip = silicon(catalogue.device(name), "bf16")
     own = attention_s(chip, "flash", **work)
     assert attention_s(chip, "flash2", **work) == attention_s(chip, "triton", **work) == own
+    assert all(seconds > 0 for seconds in delta_rule_s(chip, tokens=4096, heads=32, key_dim=128, value_dim=128))
     assert all(old > new for old, new in zip(attention_s(chip, "flash1", **work), own, strict=True))
 
 
