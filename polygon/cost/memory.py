@@ -84,7 +84,10 @@ class _Way(NamedTuple):
 
     seq_len: int
     element_bytes: int
-    """Of an activation: training in 8 bits keeps 16-bit ones, or 8-bit ones and their transposes."""
+    """Of an activation."""
+    input_bytes: int
+    """Of an input of a block's product, as it is kept for backward: in 8-bit training of some programs (`keeps_8_bit`) as
+    it was multiplied; the others keep 16-bit ones, or 8-bit ones and their transposes."""
     tp: int
     micro_batch_size: int
     recompute: str
@@ -199,7 +202,8 @@ def _head_held(model: Model, way: _Way) -> _Held:
 
 
 def _block_held(block: Block, way: _Way) -> _Held:
-    h, e, tp, tokens, shard = block.hidden_size, way.element_bytes, way.tp, way.tokens, way.shard
+    h, e, k, tp = block.hidden_size, way.element_bytes, way.input_bytes, way.tp
+    tokens, shard = way.tokens, way.shard
     norms, experts = block.replicated_parameters, block.expert_parameters
     # Matrices are cut by tp, experts also dealt out over ep; norms, and latent attention's ways down, are whole.
     parameters = (block.parameters - norms - experts) / tp + norms + experts / way.ep / tp
@@ -209,10 +213,14 @@ def _block_held(block: Block, way: _Way) -> _Held:
     # Dropout behind attention and behind the MLP: a byte a value each.
     # With norms computed once more what they give, and what the experts' activation gives, is not kept.
     again = way.recompute == "selective" and way.selective == "norms"
-    outside = ((inputs - (block.norms if again else 0)) * e + (2 if way.dropout else 0)) * h / shard
+    given = 0 if again else inputs - block.norms
+    held = inputs - block.norms if again else block.norms
+    outside = (held * e + given * k + (2 if way.dropout else 0)) * h / shard
     # The MLP before and after its activation; with a gate the gate as well.
-    per_width = (3 if block.gated_mlp else 2) - (1 if again and block.experts else 0)
-    inside = e * (block.mixing_size + per_width * block.width) / tp + e * block.latent_size
+    before, after = (2 if block.gated_mlp else 1), (0 if again and block.experts else 1)
+    inside = (e * block.mixing_size + (before * e + after * k) * block.width) / tp + e * block.latent_size
+    # What attention gives is kept as it was for its own backward, beside what was multiplied.
+    inside += (k if k < e else 0) * block.mixed_size / tp
     # Keys and values of the other parts of the sequence, where heads are too few to be exchanged instead.
     if (
         way.gather_keys
@@ -229,7 +237,7 @@ def _block_held(block: Block, way: _Way) -> _Held:
         whole += tokens * (e * block.width / tp if block.gated_mlp else 0.0)
     if block.experts:
         # Rows sorted by expert as they arrive there, and the results before they are weighted.
-        whole += tokens * ROUTED_COPIES * block.experts_per_token * e * h / shard
+        whole += tokens * (k + (ROUTED_COPIES - 1) * e) * block.experts_per_token * h / shard
     if way.recompute == "selective" and way.selective == "operators":
         # Every second product's output (queries, values, the MLP's first, and its last if it is gated), the
         # attention's, and the input of the block.
@@ -278,6 +286,7 @@ def layer_memory(
     way = _Way(
         seq_len=batch.seq_len,
         element_bytes=batch.element_bytes,
+        input_bytes=1 if batch.precision == "fp8" and runtime.keeps_8_bit else batch.element_bytes,
         tp=tp,
         micro_batch_size=micro_batch_size,
         recompute=recompute,

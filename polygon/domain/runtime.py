@@ -215,6 +215,8 @@ class Runtime:
     """Messages between stages that a device makes room for before they arrive, whatever they take."""
     posted_bytes: float = 0.0
     """Of more, smaller ones."""
+    keeps_8_bit: bool = False
+    """Whether inputs of 8-bit products are kept for backward as they were multiplied, a byte each."""
     keeps_gathered: bool = False
     """Whether sequence parallelism keeps its gathered inputs for the weight gradients, as autograd does by itself
     (DTensor); Megatron-LM keeps the shares and gathers them once more (Korthikanti et al., section 4.2)."""

@@ -82,6 +82,7 @@ def runs(draw: st.DrawFn) -> tuple[Problem, ParallelConfig]:
         sorts_arrivals=draw(st.booleans()),
         fused_experts=draw(st.booleans()),
         keeps_gathered=draw(st.booleans()),
+        keeps_8_bit=draw(st.booleans()),
         tp_overlap=draw(ways(("none", "backward", "pipelined"))),
         dp_overlap=draw(ways(("none", "backward", "full"))),
         by_layer=draw(st.booleans()),
