@@ -86,8 +86,8 @@ class _Way(NamedTuple):
     element_bytes: int
     """Of an activation."""
     input_bytes: int
-    """Of an input of a block's product, as it is kept for backward: in 8-bit training of some programs (`keeps_8_bit`) as
-    it was multiplied; the others keep 16-bit ones, or 8-bit ones and their transposes."""
+    """Of an input of a block's product, as it is kept for backward: in 8-bit training of some programs (`keeps_8_bit`)
+    as it was multiplied; the others keep 16-bit ones, or 8-bit ones and their transposes."""
     tp: int
     micro_batch_size: int
     recompute: str

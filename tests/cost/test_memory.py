@@ -164,7 +164,9 @@ def test_products_in_8_bits_keep_a_byte_of_each_input_where_the_program_does(tp:
     """TransformerEngine: both norms' outputs and what the activation gives as they were multiplied; what attention
     gives beside its 16 bits once more. In 16 bits, and in programs that keep 16, nothing changes."""
     batch, ours, theirs = replace(BATCH, precision="fp8"), Runtime(), Runtime(keeps_8_bit=True)
-    wide, narrow = (layer_memory(gpt(), batch, tp=tp, runtime=runtime).activation_bytes[1] for runtime in (ours, theirs))
+    wide, narrow = (
+        layer_memory(gpt(), batch, tp=tp, runtime=runtime).activation_bytes[1] for runtime in (ours, theirs)
+    )
     assert wide - narrow == BATCH.seq_len * (2 * 1024 + (4096 - 1024) / tp)
     same = [layer_memory(gpt(), BATCH, tp=tp, runtime=runtime).activation_bytes[1] for runtime in (ours, theirs)]
     assert same == [wide, wide]
@@ -177,7 +179,8 @@ def test_experts_keep_a_byte_of_each_token_that_they_were_sent():
     """And two of what they give, before it is weighted."""
     model, batch = catalogue.model("mixtral-8x7b"), replace(BATCH, precision="fp8")
     wide, narrow = (
-        layer_memory(model, batch, ep=8, runtime=Runtime(keeps_8_bit=kept)).activation_bytes[1] for kept in (False, True)
+        layer_memory(model, batch, ep=8, runtime=Runtime(keeps_8_bit=kept)).activation_bytes[1]
+        for kept in (False, True)
     )
     h, f = 4096, 14336
     assert wide - narrow == BATCH.seq_len * (2 * h + 2 * f - h + 2 * h)
