@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 
-from polygon.cost.convergence import allowed, level_needed
+from polygon.cost.convergence import TRAFFIC, Allowed, allowed, level_needed
 from polygon.cost.estimate import worker_memory
 from polygon.cost.money import excesses, step_bill
-from polygon.cost.step_times import step_times
+from polygon.cost.step_times import StepTimes, step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message, Violation
@@ -27,8 +27,15 @@ from polygon.domain.plan import (
 )
 from polygon.domain.schedule import orders_end
 
-PRICEABLE = frozenset({"plan.memory", "plan.limit"})
-"""Kinds of violations under which a plan is whole and can be priced: it is too large, or too dear."""
+PRICEABLE = frozenset(
+    f"plan.{kind}"
+    for kind in (
+        "memory", "limit", "compression_not_allowed", "packing_not_allowed", "local_steps_not_allowed",
+        "forbidden_region", "forbidden_device", "most_stages", "only_regions", "never_regions",
+    )
+)  # fmt: skip
+"""Kinds of violations under which a plan is whole and can be priced: it is too large, too dear, or nothing that the
+constraints allow."""
 
 TRAIN_ALL_THE_SAME = frozenset(
     f"plan.{kind}"
@@ -58,8 +65,7 @@ def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -
     found += _constraints(problem, plan)
     tables = tables or CostTables(problem)
     if problem.constraints.limits_cost:
-        bill = step_bill(problem, plan, step_times(plan, tables))
-        found += [Violation("plan.limit", excess=excess) for _, excess in excesses(problem, bill)]
+        found += _dear(problem, plan, step_times(plan, tables))
     place = tables.placement(plan)
     for i, memory in enumerate(worker_memory(plan, tables, place)):
         pool = problem.cluster.pools[place.pool[i]]
@@ -78,6 +84,35 @@ def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -
                 )
             )
     return found
+
+
+def broken_limits(problem: Problem, plan: Plan, times: StepTimes) -> list[Violation]:
+    """What a plan that is whole breaks of what is allowed, memory apart: each packing once, however many links have it.
+
+    For who changes a plan step by step: of links that are packed alike one is looked at.
+    """
+    may = allowed(problem)
+    packed = {(field, getattr(use, field), use.source == use.target) for use in plan.links for field in TRAFFIC}
+    modes = sorted(
+        {(field, mode) for field, mode, inside in packed if _may_not(problem, may, field, mode, inside=inside)}
+    )
+    found = [
+        Violation(
+            "plan.packing_not_allowed",
+            what=Message(f"loss.{field}", mode=mode),
+            why=_not_allowed(problem, field, mode),
+        )
+        for field, mode in modes
+    ]
+    found += _local_steps(problem, plan)
+    found += _constraints(problem, plan)
+    return found + (_dear(problem, plan, times) if problem.constraints.limits_cost else [])
+
+
+def _dear(problem: Problem, plan: Plan, times: StepTimes) -> list[Violation]:
+    """Limits on time, money and what leaves a region that a plan exceeds."""
+    bill = step_bill(problem, plan, times)
+    return [Violation("plan.limit", excess=excess) for _, excess in excesses(problem, bill)]
 
 
 def require_whole(problem: Problem, plan: Plan) -> None:
@@ -301,18 +336,23 @@ def _links(problem: Problem, plan: Plan) -> list[Violation]:
     ]
     for use in plan.links:
         ends = {"source": names.get(use.source, use.source), "target": names.get(use.target, use.target)}
-        for field in ("activations", "activation_gradients", "weight_gradients"):
+        for field in TRAFFIC:
             mode = getattr(use, field)
             if mode not in COMPRESSIONS:
                 found.append(Violation("plan.compression", **ends, traffic=field, mode=mode))
-            elif mode == "none" and use.source == use.target:
-                continue  # a list says how to pack where it is packed; inside a region nothing need be
-            elif mode not in getattr(may, field) and not _unseen(problem, field, mode):
+            elif _may_not(problem, may, field, mode, inside=use.source == use.target):
                 why = _not_allowed(problem, field, mode)
                 found.append(Violation("plan.compression_not_allowed", **ends, traffic=field, mode=mode, why=why))
         if use.streams < 1:
             found.append(Violation("plan.streams", **ends, streams=use.streams))
     return found
+
+
+def _may_not(problem: Problem, may: Allowed, traffic: str, mode: str, *, inside: bool) -> bool:
+    """Whether the constraints keep messages of a class from being packed so, between regions or inside one."""
+    if mode == "none" and inside:
+        return False  # a list says how to pack where it is packed; inside a region nothing need be
+    return mode not in getattr(may, traffic) and not _unseen(problem, traffic, mode)
 
 
 def _unseen(problem: Problem, traffic: str, mode: str) -> bool:

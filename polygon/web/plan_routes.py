@@ -28,7 +28,7 @@ from polygon.formats.convert_plan import plan_data, plan_from_spec
 from polygon.formats.schema import PlanSpec, Strict, check
 from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.report import seconds
-from polygon.planning.checker import violations
+from polygon.planning.checker import PRICEABLE, violations
 from polygon.web import responses
 from polygon.web.ahead import Ahead
 from polygon.web.answers import Answers
@@ -187,7 +187,7 @@ def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> No
     def upload_plan(plan: Annotated[dict[str, Any], Body()], http: Request) -> Any:
         """Keep a plan file that was made elsewhere."""
         problem, read, _ = plan_from_spec(check(PlanSpec, plan))
-        wrong = [violation for violation in violations(problem, read) if violation.kind != "plan.memory"]
+        wrong = [violation for violation in violations(problem, read) if violation.kind not in PRICEABLE]
         if wrong:
             raise InputError(Message("input.located", prefix="plan: ", fault=wrong[0]))
         step_s = float(step_times(read, CostTables(problem)).step_s)

@@ -127,7 +127,7 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 }
 """By name; an answer that comes in parts is an iterator of what is known so far, the last being the whole."""
 
-WORDED = frozenset(("view", "export"))
+WORDED = frozenset(("view", "export", "advice"))
 """Questions whose answers have words of a language; the others' are the same in all, and worked out once for all."""
 
 QUICK = frozenset(("view", "timeline"))

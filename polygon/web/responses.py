@@ -185,6 +185,8 @@ class View(TypedDict):
     traffic: dict[str, Number | str | bool]
     formulas: list[dict[str, str]]
     over_memory: float
+    broken: list[str]
+    """What the plan breaks of what the constraints allow, memory apart."""
     bubble: Number
     routes: list[list[int]]
 

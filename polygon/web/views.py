@@ -23,6 +23,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.export.launch_hosts import used_nodes
 from polygon.formats.default_links import Place, km_between, place_of
 from polygon.messages.report import ROUNDED, layer_span, size
+from polygon.planning.checker import broken_limits
 from polygon.web.sliders import NO_CHANGE, Changes, PricedChange, price, timed
 
 Shown = TypeVar("Shown")
@@ -59,6 +60,7 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "traffic": moved,
         "formulas": formulas(priced, moved, bound=bound),
         "over_memory": _over_memory(priced),
+        "broken": broken_limits(problem, plan, times),
         "bubble": float(result.terms["pipeline"] / result.step_s),
         "routes": _routes(plan, times),
     }
@@ -325,6 +327,7 @@ def _effect(
         "key": key, "change": change, "step_s": after.estimate.step_s, "hidden": traffic(after)["hidden"],
         "batch_factor": after.problem.batch.global_batch / before.problem.batch.global_batch,
         "speedup": after.estimate.tokens_per_s / before.estimate.tokens_per_s - 1, "over_memory": _over_memory(after),
+        "broken": broken_limits(after.problem, after.plan, after.times),
     }  # fmt: skip
 
 

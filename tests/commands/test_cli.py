@@ -19,8 +19,10 @@ from polygon.__main__ import COMMANDS, PROGRAMS, main, module_of
 from polygon.commands import cli
 from polygon.commands.objective_options import planning_parser
 from polygon.domain.errors import InputError
+from polygon.formats.files import write_plan
 from polygon.planning import frontier, search_engine
 from polygon.planning.telling import STARTS
+from tests.exported_plans import planned
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,6 +202,19 @@ def test_the_runtime_of_a_command_goes_before_that_of_its_file(tmp_path, capsys)
         main(["evaluate", plan, "--runtime", "nemp"])
     assert stopped.value.code == 2
     assert "argument --runtime: found runtime 'nemp', expected 'nemo' (nearest)" in capsys.readouterr().err
+
+
+def test_a_plan_that_its_limits_do_not_allow_is_priced_and_its_rules_are_named(tmp_path, capsys):
+    """It is a whole plan: what it takes is told beside what it breaks, exit 3."""
+    plan = tmp_path / "plan.json"
+    write_plan(plan, *planned())
+    data = json.loads(plan.read_text())
+    used = data["stages"][0]["workers"][0]["region"]
+    data["problem"]["constraints"]["forbidden_regions"] = [used]
+    plan.write_text(json.dumps(data))
+    assert main(["evaluate", str(plan)]) == cli.EXIT_INFEASIBLE
+    told = capsys.readouterr().out
+    assert re.search("^step  ", told, re.M) and f"violation: stage 0: uses forbidden region {used}\n" in told + "\n"
 
 
 def test_infeasible_is_a_result(capsys):

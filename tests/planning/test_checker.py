@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Constraints, LinkUse, Plan, Problem, Stage, StageRule, SumTree, Worker
 from polygon.planning import checker
-from polygon.planning.checker import PRICEABLE, violations
+from polygon.planning.checker import PRICEABLE, broken_limits, violations
 from tests.linked_regions import cluster_of, small_gpt
 from tests.routed_plans import ranked, ranked_as_spans
 
@@ -358,7 +360,7 @@ def test_every_rule_has_a_row():
     """A rule without one is found: its kind stands in the checker and not here."""
     calls = (node for node in ast.walk(ast.parse(inspect.getsource(checker))) if isinstance(node, ast.Call))
     rules = {call.args[0].value for call in calls if getattr(call.func, "id", "") == "Violation"}
-    assert rules == {*BROKEN, "plan.no_workers", "plan.limit"}
+    assert rules == {*BROKEN, "plan.no_workers", "plan.limit", "plan.packing_not_allowed"}
     assert rules > PRICEABLE
 
 
@@ -380,3 +382,40 @@ def test_a_list_of_packings_asks_for_none_inside_a_region():
     assert violations(asked, replace(SOUND, links=(plain,))) == []
     found = violations(asked, replace(SOUND, links=(replace(plain, activations="int4"),)))
     assert [wrong.kind for wrong in found] == ["plan.compression_not_allowed"]
+
+
+OF_LIMITS = {
+    "packings": (linked(weight_gradients="int4"), {}),
+    "packings both ways": (
+        replace(SOUND, links=tuple(LinkUse(source=a, target=1 - a, activations="int4") for a in (0, 1))),
+        {},
+    ),
+    "inside a region": (replace(SOUND, links=(LinkUse(source=0, target=0, activations="int4"),)), {}),
+    "none inside, as a list need not say": (
+        replace(SOUND, links=(LinkUse(source=0, target=0),)),
+        {"compressions": ("int8",)},
+    ),
+    "local steps": (LOCAL, {}),
+    "regions": (SOUND, {"forbidden_regions": ("r0",)}),
+    "stages": (SOUND, {"most_stages": 1}),
+    "time": (SOUND, {"most_step_s": 1e-9}),
+    "nothing": (SOUND, {}),
+}
+
+
+@pytest.mark.parametrize("case", OF_LIMITS)
+def test_what_a_plan_breaks_of_its_limits_is_what_the_whole_check_finds(case):
+    """The same rules as the check of a whole plan, under which it can be priced, each packing told once."""
+    plan, limits = OF_LIMITS[case]
+    problem = problem_of(**limits)
+    found = broken_limits(problem, plan, step_times(plan, CostTables(problem)))
+    whole = violations(problem, plan)
+    assert {fault.kind for fault in whole} <= PRICEABLE
+    each = "plan.compression_not_allowed"
+    packed = {(fault["traffic"], fault["mode"], str(fault["why"])) for fault in whole if fault.kind == each}
+    once = [fault for fault in found if fault.kind == "plan.packing_not_allowed"]
+    assert {
+        (fault["what"].kind.removeprefix("loss."), fault["what"]["mode"], str(fault["why"])) for fault in once
+    } == packed
+    assert len(once) == len(packed)
+    assert [fault for fault in found if fault not in once] == [fault for fault in whole if fault.kind != each]

@@ -1984,6 +1984,29 @@ def test_strategy_and_communication_show_what_they_compute(page, server, wide_pl
     page.locator("#reset").click()
 
 
+def test_what_breaks_a_limit_is_said_wherever_it_is_tried_kept_or_opened(page, server, wide_plan):
+    """A packing that the level of parity does not allow: beside the advice that names it, of the what-if, of the variant
+    that is kept and of its file when that is opened; nothing of the plan itself."""
+    why = "int4 weight gradients are not allowed (parity 'safe'; it needs 'known')"
+    visit(page, server, wide_plan, "communication")
+    expect(page.locator("#broken")).to_have_count(0)
+    page.locator("#advice details").evaluate_all("all => all.forEach((part) => { part.open = true; })")
+    row = page.locator("#advice tr", has_text=why)
+    expect(row).to_have_count(1)
+    row.get_by_role("button").click()
+    expect(page.locator("#broken")).to_have_text(f"This breaks what is asked: {why}.")
+    page.locator("#keep").click()
+    page.wait_for_function("before => !location.hash.includes(before)", arg=wide_plan)
+    expect(page.locator("#broken")).to_contain_text(why)
+    kept = re.search(r"plan=([^&]+)", page.url)[1]
+    status, _, opened = server.request("POST", "/api/v1/plans", server.request("GET", f"/api/v1/plans/{kept}")[2])
+    assert status == 201
+    visit(page, server, opened["id"])
+    expect(page.locator("#broken")).to_contain_text(why)
+    for made in (opened["id"], kept):
+        server.request("DELETE", f"/api/v1/plans/{made}")
+
+
 MANY = 64
 """Regions of a cluster that is drawn in parts."""
 

@@ -65,10 +65,14 @@ function Heat({ v }: { v: Data }): JSX.Element | null {
   return <Chart name="heat" label={t("heat")} height={230} option={option} />;
 }
 
+/** Whether a measure keeps what is allowed: memory, and what it breaks of the limits that the plan before does not. */
+const isKept = (m: Data): boolean => m.over_memory === 0 && breaks(m).length === 0;
+const breaks = (m: Data): string[] => m.broken.filter((what: string) => !shown.value.broken.includes(what));
+
 function Advice({ data }: { data: Data }): JSX.Element {
   // What brings nothing is not offered.
   const useful = (kind: string): Data[] => data.cases[kind].filter((m: Data) => m.speedup > 1e-3 || m.hidden > data.hidden + 1e-3)
-    .sort((a: Data, b: Data) => Number(a.over_memory > 0) - Number(b.over_memory > 0) || b.speedup - a.speedup);
+    .sort((a: Data, b: Data) => Number(isKept(b)) - Number(isKept(a)) || b.speedup - a.speedup);
   return (
     <>
       <p>{t("adviceCase", { case: t(`case_${data.case}` as Key), ratio: `${digits(data.ratio)} ×`, hidden: percent(data.hidden) })}</p>
@@ -77,7 +81,8 @@ function Advice({ data }: { data: Data }): JSX.Element {
           {useful(kind).length === 0 ? <Empty>{t("noMeasure")}</Empty> : <Table label={t(`case_${kind}` as Key)} head={[t("measure"), t("effect"), t("step"), t("hiddenAfter"), ""]} numeric={[1, 2, 3]} rows={useful(kind).map((m) => [
             <>{maybe(`m_${m.key}`)}{m.batch_factor !== 1 && <small class="soft">{t("batchTimes", { n: digits(m.batch_factor), batch: m.batch_factor * shown.value.batch.global_batch, step: seconds(m.step_s) })}</small>}</>, signed(m.speedup, percent),
             seconds(m.step_s / m.batch_factor), percent(m.hidden),
-            m.over_memory > 0 ? <span class="error">{t("overMemory", { n: ofMemory(m.over_memory) })}</span> : <button type="button" class="small" aria-label={`${t("apply")}: ${maybe(`m_${m.key}`)}`} onClick={() => { setChanges({ ...changes.value, ...m.change }); if (innerWidth > 900) tab.value = "whatif"; }}>{t("apply")}</button>])} />}
+            <>{!isKept(m) && <span class="error">{[...breaks(m), ...(m.over_memory > 0 ? [t("overMemory", { n: ofMemory(m.over_memory) })] : [])].join(t("semicolon"))} </span>}
+              {m.over_memory === 0 && <button type="button" class="small" aria-label={`${t("apply")}: ${maybe(`m_${m.key}`)}`} onClick={() => { setChanges({ ...changes.value, ...m.change }); if (innerWidth > 900) tab.value = "whatif"; }}>{t("apply")}</button>}</>])} />}
         </details>))}
     </>
   );

@@ -141,6 +141,13 @@ export function Figures(): JSX.Element | null {
 
 export const keep = (): Promise<void> => once("keep", () => attempt(() => openMade(() =>
   post(`/plans/${planId.value}/variants`, { changes: changes.value }), view.value)));
+/** What the plan breaks of what is asked, be it with what is tried or as it was kept or opened. */
+export function Broken(): JSX.Element | null {
+  const v = shown.value;
+  if (!v || loading.value) return null; // as the banner
+  const said: string[] = [...v.broken, ...(v.over_memory > 0 ? [t("overMemory", { n: ofMemory(v.over_memory) })] : [])];
+  return said.length ? <p class="error broken" id="broken">{t("broken", { what: said.join(t("semicolon")) })}</p> : null;
+}
 export function Banner(): JSX.Element | null {
   const v = shown.value, p = planned.value;
   if (!v || !p || loading.value) return null; // while a plan is opened, the one before is shown

@@ -52,12 +52,11 @@ export function WhatIf(): JSX.Element {
     for (const d of type ? [type] : types) if (v === 1) delete next[d]; else next[d] = v;
     tryOut("device_factors", Object.keys(next).length ? next : undefined);
   };
-  const over = shown.value.over_memory;
   return (
     <div id="controls" class="controls">
       <p class="soft">{t("whatifHint")}</p>
       <p class="comes-out">{tried.value ? <><b>{comesOut()}</b> <button type="button" class="link" onClick={() => setChanges({})}>{t("reset")}</button></> : <span class="soft">{t("step")} {seconds(p.estimate.step_s)}</span>}</p>
-      {over > 0 && <p class="error" role="alert">{t("overMemory", { n: ofMemory(over) })}</p>}
+      {shown.value.over_memory > 0 && <p class="error" role="alert">{t("overMemory", { n: ofMemory(shown.value.over_memory) })}</p>}
       <h3>{t("links")}</h3>
       {slide("bwFactor", "bandwidth_factor", times)}
       {slide("latFactor", "latency_factor", times)}
