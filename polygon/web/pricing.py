@@ -1,8 +1,8 @@
 """Processes of their own in which plans are priced: what-ifs take no turn from the server, nor it from them.
 
 Questions go through a socket and answers come back by the number of the question, those in parts part by part. What was
-asked in one turn of the server's loop goes in one message, and so do its quick answers; the others are answered one
-after another in a thread beside them. The first process starts with the first question and answers all that are not
+asked in one turn of the server's loop goes in one message, and so do its quick answers; the others are answered in
+threads beside them (`Lines`). The first process starts with the first question and answers all that are not
 quick; more, up to one a core, start where many wait, and share the quick ones. They are forked from one that has loaded
 what pricing needs and has no threads. A process keeps the plans that it was last asked about, ends when the socket
 closes (so with the server, however that ends), and is started anew if it is lost.
@@ -25,6 +25,7 @@ import struct
 import threading
 import time
 from asyncio import Future, Task
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -53,6 +54,10 @@ MOST_PROCESSES = 4
 TOGETHER_S = 0.008
 """For which an answer waits for those asked with it: each message wakes the server, which answers and asks the next
 while the process works on those that it still has."""
+
+LONG_LINES = 3
+"""In which plans wait for what takes long, a minute where they are large: an export waits for none, and a small plan
+not for a large one that somebody has left."""
 
 LENGTH = struct.Struct("!i")
 """Before each message, as `Connection` of the standard library has it."""
@@ -284,11 +289,41 @@ class _Worker(asyncio.Protocol):
 # In the process
 
 
+class Lines:
+    """Threads that each answer one question after another: one those of all plans that take seconds at most, the others
+    those that take long (`questions.LONG`), of a plan in turn, as each goes on from what the last has found."""
+
+    def __init__(self, answer: Callable[[int, Question], None]) -> None:
+        self._answer = answer
+        self._lock = threading.Lock()
+        self._queues = [SimpleQueue[tuple[int, Question]]() for _ in range(1 + LONG_LINES)]
+        self._waiting: list[Counter[str]] = [Counter() for _ in self._queues]
+        for line in range(len(self._queues)):
+            threading.Thread(target=self._work, args=(line,), daemon=True).start()
+
+    def put(self, number: int, asked: Question) -> None:
+        """Have it answered: what takes long where its plan waits already, else where fewest wait."""
+        with self._lock:
+            line = min(range(1, len(self._queues)), key=self._order(asked.plan)) if asked.what in questions.LONG else 0
+            self._waiting[line][asked.plan] += 1
+        self._queues[line].put((number, asked))
+
+    def _order(self, plan: str) -> Callable[[int], tuple[bool, int]]:
+        return lambda line: (not self._waiting[line][plan], self._waiting[line].total())
+
+    def _work(self, line: int) -> None:
+        while True:
+            number, asked = self._queues[line].get()
+            self._answer(number, asked)
+            with self._lock:
+                self._waiting[line][asked.plan] -= 1
+                self._waiting[line] += Counter()  # without those that wait no more
+
+
 def work(pipe: Connection) -> None:
     """Answer what comes through the pipe until its other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the server ends this one
     plans, sending = Answers(MOST_PLANS), threading.Lock()
-    slow: SimpleQueue[tuple[int, Question]] = SimpleQueue()
 
     def send(*answers: Answer) -> None:
         with sending, contextlib.suppress(OSError):  # the server has ended; so will this
@@ -316,11 +351,7 @@ def work(pipe: Connection) -> None:
             log.exception("%s of plan %s", asked.what, asked.plan)
             return number, RuntimeError(repr(error)), True
 
-    def one_after_another() -> None:
-        while True:
-            send(answer(*slow.get()))
-
-    threading.Thread(target=one_after_another, daemon=True).start()
+    slow = Lines(lambda number, asked: send(answer(number, asked)))
     more = select.poll()
     more.register(pipe, select.POLLIN)
     ready: list[Answer] = []
@@ -329,7 +360,7 @@ def work(pipe: Connection) -> None:
         while True:
             for number, asked in pipe.recv():
                 if not asked.quick:
-                    slow.put((number, asked))
+                    slow.put(number, asked)
                     continue
                 if not ready:
                     since_s = time.monotonic()

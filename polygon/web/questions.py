@@ -134,6 +134,10 @@ QUICK = frozenset(("view", "timeline"))
 """Questions that take milliseconds, the bound of a view apart."""
 
 
+LONG = frozenset(("limits", "limit", "assumed"))
+"""Questions that search, which of a large cluster takes minutes."""
+
+
 def is_bound_quick(changes: Mapping[str, Any]) -> bool:
     """Whether the bound of a changed plan takes no longer than its price: where it is that of compute and path, of
     devices and a batch that were looked at before."""

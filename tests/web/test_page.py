@@ -1985,8 +1985,8 @@ def test_strategy_and_communication_show_what_they_compute(page, server, wide_pl
 
 
 def test_what_breaks_a_limit_is_said_wherever_it_is_tried_kept_or_opened(page, server, wide_plan):
-    """A packing that the level of parity does not allow: beside the advice that names it, of the what-if, of the variant
-    that is kept and of its file when that is opened; nothing of the plan itself."""
+    """A packing that the level of parity does not allow: beside the advice that names it, of the what-if, of the
+    variant that is kept and of its file when that is opened; nothing of the plan itself."""
     why = "int4 weight gradients are not allowed (parity 'safe'; it needs 'known')"
     visit(page, server, wide_plan, "communication")
     expect(page.locator("#broken")).to_have_count(0)

@@ -98,6 +98,26 @@ def test_answers_to_what_was_asked_meanwhile_go_in_one_message(monkeypatch):
     assert not working.is_alive()
 
 
+def test_who_asks_for_what_takes_long_keeps_others_not_waiting(monkeypatch):
+    """Another plan's limits and this plan's advice are answered meanwhile; what takes long of this plan comes after."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of the main thread alone
+    gate = threading.Event()
+    monkeypatch.setitem(questions.QUESTIONS, "assumed", lambda it, changes: gate.wait(PATIENCE_S))
+    ours, theirs = Pipe()
+    with ours:
+        whats = {0: ("a", "assumed"), 1: ("a", "limit"), 2: ("a", "advice"), 3: ("b", "limit")}
+        for number, (plan, what) in whats.items():
+            index = (("index", 1000),) if what == "limit" else ()
+            ours.send([(number, Question(plan=plan, what=what, arguments=index, file=(text(), {})))])
+        working = threading.Thread(target=pricing_module.work, args=(theirs,))
+        working.start()
+        told = lambda: [ours.recv()[0] for _ in range(2) if ours.poll(PATIENCE_S)]  # noqa: E731
+        assert {number for number, _, _ in told()} == {2, 3} and not gate.is_set()
+        gate.set()
+        assert told() == [(0, b"true", True), (1, b"null", True)]
+    working.join(PATIENCE_S)
+
+
 def test_parts_come_before_the_whole(pricing):
     """Limits are told as they are found."""
     parts = []
