@@ -220,12 +220,13 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
     total_s = max(transfer_s + reduction_s, exposed_s)
     compute_s = result.terms["compute"]
     ratio = total_s / compute_s if compute_s else math.inf
+    hidden = 1 - exposed_s / total_s if total_s > 0 else 1.0
     case = "balanced" if 0.5 <= ratio <= 2 else "computation" if ratio < 0.5 else "communication"
     return {
         "dp_within": _sums_within(priced),
         "dp_bytes": gradient_bytes, "pp_bytes": messages.total_bytes, "tp_bytes": _tensor_traffic(priced),
         "cross_region_bytes": result.cross_region_bytes, "dp_s": reduction_s, "pp_s": transfer_s, "total_s": total_s,
-        "exposed_s": exposed_s, "hidden": 1 - exposed_s / total_s if total_s > 0 else 1.0, "compute_s": compute_s,
+        "exposed_s": exposed_s, "hidden": hidden if hidden > ROUNDED else 0.0, "compute_s": compute_s,
         "ratio": ratio, "case": case, "efficiency": compute_s / result.step_s,
         "communication_share": exposed_s / result.step_s,
     }  # fmt: skip

@@ -1186,6 +1186,104 @@ def test_a_model_of_one_s_own_may_be_called_as_one_of_the_catalogue(fresh, serve
     elsewhere.context.close()
 
 
+def test_a_number_of_a_link_that_is_none_is_told_at_its_field(fresh, server):
+    """Seen from either region; by the names of the regions; and the file beside the fields says that it is older."""
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#by-hand").click()
+    for place in ("Tokyo", "Seoul", "London"):
+        fresh.locator("[data-path=place]").select_option(place)
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("name: london"))
+    fresh.locator("#region-tab-1").click()
+    fill(fresh, "cluster.bandwidth_gbps[1][0]", "1,600")
+    field = fresh.locator("[data-path='cluster.bandwidth_gbps[1][0]']")
+    expect(fresh.locator("#cluster-error")).to_have_text(
+        "Bandwidth, tokyo → seoul: found '1,600', expected a number >= 0"
+    )
+    expect(field).to_have_attribute("aria-invalid", "true")
+    expect(fresh.locator("table.edit small.error")).to_have_text("expected a number ≥ 0")
+    expect(fresh.locator("#yaml-old")).to_be_visible()
+    expect(fresh.locator("#region-tab-1")).to_have_attribute("aria-selected", "true")
+    fill(fresh, "cluster.bandwidth_gbps[1][0]", "1600")
+    expect(fresh.locator("#cluster-error")).to_have_count(0)
+    expect(fresh.locator("[data-path][aria-invalid]")).to_have_count(0)
+    expect(fresh.locator("#yaml-old")).to_have_count(0)
+
+
+def test_a_link_with_a_fault_is_brought_up_from_any_region(fresh, server):
+    """As a region with a fault is: a file typed or undone may have it anywhere."""
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#by-hand").click()
+    for place in ("Tokyo", "Seoul", "London"):
+        fresh.locator("[data-path=place]").select_option(place)
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("name: london"))
+    fresh.locator("#region-tab-0").click()
+    fill(fresh, "cluster.latency_ms[0][1]", "x")
+    expect(fresh.locator("#cluster-error")).to_contain_text("tokyo → seoul")
+    fresh.locator("#undo").click()
+    expect(fresh.locator("#cluster-error")).to_have_count(0)
+    fresh.locator("#region-tab-2").click()
+    fresh.locator("#redo").click()
+    expect(fresh.locator("#region-tab-0")).to_have_attribute("aria-selected", "true")
+    expect(fresh.locator("[data-path='cluster.latency_ms[0][1]']")).to_have_attribute("aria-invalid", "true")
+
+
+def test_what_is_tried_has_no_figures_before_it_is_priced(page, server, plan_id):
+    """While the server takes its time nothing is said to come out of it."""
+    visit(page, server, plan_id)
+    page.locator("#drawer-whatif").click()
+    held = Held(page, re.compile("/view"), "POST")
+    slide(page, "price_factor", 0)
+    held.wait()
+    expect(page.locator(".banner span").first).to_contain_text("Working it out")
+    expect(page.locator(".comes-out")).to_contain_text("Working it out")
+    held.release()
+    expect(page.locator(".banner span").first).to_contain_text("0 % tokens/s")
+    expect(page.locator(".comes-out")).to_contain_text("tokens/s")
+
+
+def test_a_plan_that_was_deleted_elsewhere_is_open_no_more(page, server, wide_plan):
+    """Found out by trying something on it: it is said, and neither its figures nor its row stay."""
+    made = variant(server, wide_plan, price_factor=2.0)
+    visit(page, server, made)
+    page.locator("#drawer-whatif").click()
+    page.wait_for_load_state("networkidle")
+    server.request("DELETE", f"/api/v1/plans/{made}")
+    slide(page, "bandwidth_factor", 0)
+    expect(page.locator("#trouble")).to_contain_text(f"Plan {made} is not here: it was deleted")
+    expect(page.locator(".banner")).to_have_count(0)
+    expect(page.locator("[data-card=step]")).to_have_count(0)
+    expect(page.locator("#plan-list li.here")).to_have_count(0)
+    assert "what=" not in page.url and made not in page.url
+
+
+def test_a_plan_that_takes_long_to_be_opened_is_named_above_the_one_before(page, server, plan_id, wide_plan):
+    """Until it is here the figures are those of the plan before, and the page says what it does."""
+    visit(page, server, plan_id)
+    expect(page.locator("#opening")).to_have_count(0)
+    held = Held(page, re.compile(f"{wide_plan}/view"), "POST")
+    page.evaluate("plan => { location.hash = `#plan=${plan}&view=overview`; }", wide_plan)
+    held.wait()
+    name = server.request("GET", f"/api/v1/jobs/{wide_plan}")[2]["name"]
+    expect(page.locator("#opening")).to_have_text(f"Opening {name}…")
+    held.release()
+    expect(page.locator("#what")).to_have_text(name)
+    expect(page.locator("#opening")).to_have_count(0)
+
+
+def test_plans_of_other_work_are_not_praised_for_shorter_steps(page, server, plan_id, wide_plan):
+    """Their model and batch stand there, and dollars per token; of plans of the same work nothing of it."""
+    visit(page, server, wide_plan, "compare", f"&with={plan_id}")
+    expect(page.locator("#other-work")).to_be_visible()
+    work = page.locator("tr", has_text="Model and batch").locator("td")
+    expect(work).to_have_text(["gpt3-6.7b, 16 sequences of 1024", "gpt3-1.3b, 32 sequences of 1024"])
+    expect(page.locator("#terms .good")).to_have_count(0)
+    expect(page.locator("tr", has_text="Tokens/s").locator(".good")).to_have_count(1)
+    visit(page, server, wide_plan, "compare", f"&with={variant(server, wide_plan, bandwidth_factor=2.0)}")
+    expect(page.locator("#terms .good").first).to_be_visible()
+    expect(page.locator("#other-work")).to_have_count(0)
+    expect(page.locator("tr", has_text="Model and batch")).to_have_count(0)
+
+
 def test_a_bound_that_is_not_known_yet_is_not_infinite(page, server, plan_id, wide_plan):
     """Plans are compared while the bound of the open one is worked out; it comes to stand there."""
     bound = Held(page, re.compile(f"{plan_id}/view$"), "POST")

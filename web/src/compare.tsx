@@ -9,6 +9,7 @@ import { bytes, digits, energy, percent, seconds, signed, usd } from "./format";
 import { called, differences } from "./names";
 import { beside, go, jobs, openPlan, planId, planned, row, trouble } from "./state";
 import { t, maybe } from "./strings";
+import { perBillion } from "./summary";
 import { Legend, Rows, type Window } from "./timeline";
 import { Answer, Choice, Empty, Section, Skeleton, Table, useAnswer } from "./ui";
 
@@ -58,9 +59,12 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
   );
   // Whether less of it is better, or more; of what is neither, no difference is praised.
   type Better = "less" | "more" | "";
-  const line = (label: string, of: (v: Data) => number, text: (x: number) => string, better: Better = "less", difference = true): (JSX.Element | string)[] => [label, ...list.map((x, i) => {
+  // A step of less work is no better for being shorter.
+  const work = (x: Side): string => t("modelSummary", { model: x.v.model, batch: x.v.batch.global_batch, seq: x.v.batch.seq_len });
+  const isSame = list.every((x) => work(x) === work(first)), shorter: Better = isSame ? "less" : "";
+  const line = (label: string, of: (v: Data) => number, text: (x: number) => string, better: Better = shorter, difference = true): (JSX.Element | string)[] => [label, ...list.map((x, i) => {
     const value = of(x.v), base = of(first.v);
-    const other = difference && i > 0 && Math.abs(value - base) > 1e-9 * Math.abs(base);
+    const other = difference && i > 0 && Math.abs(value - base) > 1e-9 * Math.abs(base) && text(Math.abs(value - base)) !== text(0);
     const good = (better === "less" && value < base) || (better === "more" && value > base);
     return <>{text(value)}{i > 0 && <small class={good ? "delta good" : "delta soft"}>{other ? signed(value - base, text) : ""}</small>}</>;
   })];
@@ -73,11 +77,13 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
           {x.row.parent && x.row.name && <small class="soft">{differences(x.row.changes)}</small>}
           <div class="stack" role="img" aria-label={TERMS.map((k) => `${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`).join(", ")} style={{ width: `${(100 * x.v.estimate.step_s) / most}%` }}>{TERMS.map((k, j) => <i key={k} title={`${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`} style={{ flexGrow: x.v.estimate.terms[k], background: colors[j] }} />)}</div></li>))}</ul>
       <span class="legend">{TERMS.map((k, j) => <span key={k}><i class="swatch" style={{ background: colors[j] }} />{maybe(`term_${k}`)}</span>)}</span>
+      {!isSame && <p class="soft" id="other-work">{t("otherWork")}</p>}
       <h3>{t("whereTime")}</h3>
       <div id="terms"><Table label={t("whereTime")} head={["", ...list.map(mark)]} numeric={list.map((_, i) => i + 1)} rows={[...TERMS.map((k) => line(maybe(`term_${k}`), (v) => v.estimate.terms[k], seconds)), line(t("step"), e("step_s"), seconds)]} /></div>
       <h3>{t("whatElse")}</h3>
       <Table label={t("whatElse")} head={["", ...list.map(mark)]} numeric={list.map((_, i) => i + 1)} rows={[
-        line(t("cost"), e("cost_usd"), usd), line(t("tokens"), e("tokens_per_s"), digits, "more"), line(t("gap"), e("gap"), (gap: number | null) => (gap === null ? "…" : percent(gap)), "less", false), line(t("mfu"), e("mfu"), percent, "more", false),
+        ...(isSame ? [] : [[t("work"), ...list.map((x) => <span class="side">{work(x)}</span>)]]),
+        line(t("cost"), e("cost_usd"), usd), line(t("perBillionUsd"), (v) => perBillion(v.estimate), usd, "less"), line(t("tokens"), e("tokens_per_s"), digits, "more"), line(t("gap"), e("gap"), (gap: number | null) => (gap === null ? "…" : percent(gap)), "less", false), line(t("mfu"), e("mfu"), percent, "more", false),
         line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
         line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energy)]} />
       <h3>{t("stages")}</h3>

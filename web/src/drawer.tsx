@@ -110,7 +110,10 @@ function AssumedBetween(): JSX.Element | null {
   const c = draft.value.cluster;
   if (changed.value) return null;
   const carries = new Map<string, number>();
-  for (const l of shown.value.links) carries.set([l.source, l.target].sort().join("\n"), l.activation_bytes + l.gradient_bytes);
+  for (const l of shown.value.links) {
+    const ends = [l.source, l.target].sort().join("\n"); // both ways together
+    carries.set(ends, (carries.get(ends) ?? 0) + l.activation_bytes + l.gradient_bytes);
+  }
   const pairs = c.regions.flatMap((a: Data, i: number) => c.regions.slice(i + 1).map((b: Data, k: number) => ({ a: a.name, b: b.name, i, j: i + 1 + k })))
     .filter((p: Data) => isGuessedLink(p.a, p.b, "bandwidth_gbps") && !assumed.value?.some((a) => a.region === p.a && a.other === p.b))
     .map((p: Data) => ({ ...p, bytes: carries.get([p.a, p.b].sort().join("\n")) ?? 0 })).sort((p: Data, q: Data) => q.bytes - p.bytes);

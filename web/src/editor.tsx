@@ -10,7 +10,7 @@ import { digits, gbps, ms, whole } from "./format";
 import { guessAgain, guessLatency, guessLinks } from "./links";
 import { kmBetween, placed, WorldMap } from "./map";
 import { attempt, catalogue, notice, requested, selected, trouble } from "./state";
-import { t } from "./strings";
+import { t, type Key } from "./strings";
 import { useKept } from "./kept";
 import { Choice, Empty, Field, Menu, number, Section, Upload, walks } from "./ui";
 import { draftPlaces } from "./welcome";
@@ -67,9 +67,9 @@ export function Editor(): JSX.Element {
         })
         .catch((e: Error) => {
           if (isOld()) return;
-          const r = Number(/^cluster\.regions\[(\d+)\]/.exec(e.message)?.[1]);
-          // Who has gone on to another region meanwhile stays there.
-          if (cluster.regions[r] && selected.peek() === seen && name(r) !== seen) pick(r);
+          const [, r = NaN, other = NaN] = (/^cluster\.(?:regions|\w+_(?:ms|gbps))\[(\d+)\](?:\[(\d+)\])?/.exec(e.message) ?? []).map(Number);
+          // Who has gone on to another region meanwhile stays there, and who sees the link at its other end.
+          if (cluster.regions[r] && selected.peek() === seen && ![r, other].some((it) => name(it) === seen)) pick(r);
           set((old) => ({ ...old, error: e.message }));
           mark(e.message, "cluster-error", false);
         });
@@ -101,7 +101,7 @@ export function Editor(): JSX.Element {
             <button type="button" role="tab" key={i} aria-selected={i === at} aria-controls="region" tabIndex={i === at ? 0 : -1} id={`region-tab-${i}`} onClick={() => pick(i)}>{r.name}</button>
           ))}</div>
           {/* With keys: without one, the row that comes would take the panel's element, and the field in it would lose the focus. */}
-          {resolved.error && <div key="error" class="row middle"><p class="error" role="alert" id="cluster-error">{resolved.error}</p></div>}
+          {resolved.error && <div key="error" class="row middle"><p class="error" role="alert" id="cluster-error">{ofLink(resolved.error)}</p></div>}
           <div key="region" role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>
             <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
             {rest && cluster.regions.length > 1 && <Links key={`links ${at}`} r={at} full={resolved.full} />}
@@ -109,9 +109,16 @@ export function Editor(): JSX.Element {
           {rest && <Devices />}
         </>}
       </div>
-      <Yaml yaml={resolved.yaml} />
+      <Yaml yaml={resolved.yaml} old={resolved.error !== ""} />
     </div>
   );
+}
+
+const LINKS: Record<string, Key> = { latency_ms: "latencyOneWay", bandwidth_gbps: "rate", capacity_gbps: "capacity" };
+/** A fault in a link between regions, with their names. */
+function ofLink(message: string): string {
+  const names = draft.value.cluster.regions.map((r: Data) => r.name);
+  return message.replace(/^cluster\.(\w+)\[(\d+)\]\[(\d+)\]/, (path, key, a, b) => (LINKS[key] && names[a] && names[b] ? `${t(LINKS[key])}, ${names[a]} → ${names[b]}` : path));
 }
 
 function Tools(): JSX.Element {
@@ -278,7 +285,7 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
   const line = (i: number, j: number, both: boolean): JSX.Element[] => {
     const distance = placed(c.regions[i]) && placed(c.regions[j]) ? kmBetween([c.regions[i].longitude, c.regions[i].latitude], [c.regions[j].longitude, c.regions[j].latitude]) : null;
     const names = { a: c.regions[i].name, b: c.regions[j].name }, link = `${regionId(i)} > ${regionId(j)}`;
-    const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} />{known(`${link}.${key}`) && <Mark given name={`${link}.${key}`} />}</td>;
+    const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} allowed={{ least: 0, optional: true }} set={(v) => put(key, i, j, v, both)} />{known(`${link}.${key}`) && <Mark given name={`${link}.${key}`} />}</td>;
     const other = full?.regions.length === n ? c.latency_ms?.[i]?.[j] : null;
     return [
       <th scope="row" key="name">{both ? names.b : `${names.a} → ${names.b}`}<small class="soft">{distance === null ? "" : ` ${whole(distance)} km`}</small></th>,

@@ -60,8 +60,10 @@ export function mark(message: string, said: string, focus: boolean): void {
   wrong = path;
   setTimeout(() => {
     if (wrong !== path) return; // it is right by now
+    const twin = path.replace(/^(cluster\.\w+)\[(\d+)\]\[(\d+)\]$/, "$1[$3][$2]"); // a link that is the same both ways has one field
+    const own = (at: string): HTMLElement | null => document.querySelector<HTMLElement>(`[data-path="${CSS.escape(at)}"]`);
     for (let at = path; at; at = at.replace(/(\.[^.[\]]+|\[\d+\]|^[^.[\]]+|.)$/s, "")) {
-      const field = document.querySelector<HTMLElement>(`[data-path="${CSS.escape(at)}"]`);
+      const field = own(at) ?? (at === path ? own(twin) : null);
       if (!field) continue;
       field.setAttribute("aria-invalid", "true");
       field.setAttribute("aria-describedby", said);

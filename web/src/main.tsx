@@ -14,7 +14,7 @@ import { Overview } from "./overview";
 import { Rail } from "./rail";
 import { arriving, attempt, begin, catalogue, copyLink, jobs, loading, notice, open, planId, progress, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
-import { Banner, Broken, Figures, Sentence, Spoken } from "./summary";
+import { Banner, Broken, Figures, Opening, Sentence, Spoken } from "./summary";
 import { Empty, Key as Shortcut, Skeleton, useAnswer, walks } from "./ui";
 
 // Panes that are not looked at first come when they are, and stay.
@@ -47,7 +47,7 @@ function App(): JSX.Element {
       <Top />
       <Rail />
       <main id="main" tabIndex={-1}>
-        {view.value === "cluster" ? <h1 class="hidden">{t("editCluster")}</h1> : <div class="head"><Sentence /><Banner /><Broken /><Figures /></div>}
+        {view.value === "cluster" ? <h1 class="hidden">{t("editCluster")}</h1> : <div class="head"><Opening /><Sentence /><Banner /><Broken /><Figures /></div>}
         <Views />
         {wrong && <Trouble key={wrong} text={wrong} />}
         <div id="view" role="tabpanel" tabIndex={-1} aria-labelledby={`tab-${view.value}`}><Pane key={`${view.value} ${planId.value}`} /></div>

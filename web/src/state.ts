@@ -61,6 +61,11 @@ export const lit = computed(() => {
 /** The region in the editor. */
 export const selected = keptSignal("region", "");
 export const tried = computed(() => Object.keys(changes.value).length > 0);
+const NOTHING = "{}";
+// The changes with which `shown` is priced, as text: while others are, its figures are not theirs.
+const pricedWith = signal(NOTHING);
+/** Whether what is shown is priced with what is tried. */
+export const isPriced = computed(() => pricedWith.value === JSON.stringify(changes.value));
 
 function address(): string {
   const parts = new URLSearchParams();
@@ -184,6 +189,7 @@ async function load(id: string): Promise<void> {
       row.value = found;
       planned.value = seen;
       shown.value = tried.value ? null : seen; // what is tried on it is priced first: another plan's figures are not its own
+      pricedWith.value = NOTHING;
       loading.value = false;
     });
     if (tried.value) void reprice();
@@ -249,19 +255,29 @@ const RESTED_MS = 300;
 async function reprice(): Promise<void> {
   pricing.abort();
   const { signal: gone } = (pricing = new AbortController());
-  const path = `/plans/${planId.value}/view`;
+  const id = planId.value, path = `/plans/${id}/view`, now = JSON.stringify(changes.value);
   try {
     const data = await patiently(() => post(`${path}?bound=false`, changes.value, gone));
     if (gone.aborted || !data) return;
-    batch(() => { shown.value = data; trouble.value = ""; });
+    batch(() => { shown.value = data; pricedWith.value = now; trouble.value = ""; });
     await new Promise((resolve) => setTimeout(resolve, RESTED_MS));
     const whole = gone.aborted ? null : await patiently(() => post(path, changes.value, gone));
     if (!gone.aborted && whole) shown.value = whole;
   } catch (error) {
     if (gone.aborted) return;
+    if ((error as Data).status === 404) return forgotten(id);
     if (!shown.peek()) changes.value = {}; // as an address said it: the plan itself is shown
     say(error);
   }
+}
+/** The open plan was deleted, in another window say: it is open no more, and the list is without it. */
+function forgotten(id: string): void {
+  batch(() => {
+    planId.value = "";
+    changes.value = {};
+    trouble.value = t("planGone", { id });
+  });
+  void loadJobs().catch(say);
 }
 let moving = 0;
 function scheduleReprice(): void {
@@ -270,7 +286,7 @@ function scheduleReprice(): void {
     if (loading.value) return; // priced once the plan is here
     if (tried.value) return void reprice();
     pricing.abort();
-    shown.value = planned.value;
+    batch(() => { shown.value = planned.value; pricedWith.value = NOTHING; });
   }, 30);
 }
 export const setChanges = (next: Record<string, unknown>): void => {

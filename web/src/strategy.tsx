@@ -68,7 +68,7 @@ function Alternatives({ data }: { data: Data }): JSX.Element {
   const faster = data.alternatives.slice(1).filter((a: Data) => a.step_s < own.step_s * (1 - 1e-6)).sort((a: Data, b: Data) => a.step_s - b.step_s)[0];
   const radar = {
     tooltip: tooltip(), legend: { bottom: 0, textStyle: { color: colors.text, fontSize: 11 } },
-    radar: { center: ["50%", "46%"], radius: "56%", indicator: AXES.map((a) => ({ name: maybe(`axis_${a}`), max: 1, min: 0 })), axisName: { color: colors.soft, formatter: (name: string) => name.replace(" ", "\n") }, splitArea: { show: false }, splitLine: { lineStyle: { color: colors.line } }, axisLine: { lineStyle: { color: colors.line } } },
+    radar: { center: ["50%", "46%"], radius: "44%", indicator: AXES.map((a) => ({ name: maybe(`axis_${a}`), max: 1, min: 0 })), axisName: { color: colors.soft, fontSize: 11, formatter: (name: string) => name.replace(" ", "\n") }, splitArea: { show: false }, splitLine: { lineStyle: { color: colors.line } }, axisLine: { lineStyle: { color: colors.line } } },
     series: [{ type: "radar", symbolSize: 4, data: data.alternatives.map((a: Data, i: number) => ({ name: maybe(a.key), value: AXES.map((x) => Number(a.axes[x].toFixed(3))), lineStyle: { width: i === 0 ? 2.5 : 1.2, type: i === 0 ? "solid" : "dashed" }, areaStyle: i === 0 ? { opacity: 0.14 } : undefined })) }],
   };
   const points = {

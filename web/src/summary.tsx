@@ -5,8 +5,8 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { post, type Data } from "./api";
 import { draft } from "./draft";
 import { digits, gbps, ms, ofMemory, percent, seconds, signed, usd } from "./format";
-import { differences } from "./names";
-import { anew, assumed, attempt, changes, isUnderWay, limits, loading, once, openMade, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
+import { called, differences } from "./names";
+import { anew, assumed, attempt, changes, isPriced, isUnderWay, jobs, limits, loading, once, openMade, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
 import { language, t, type Key } from "./strings";
 import { Skeleton } from "./ui";
 
@@ -35,7 +35,8 @@ export function exposed(v: Data): number {
 export const isApart = (v: Data): boolean => v.traffic.pp_s + v.traffic.dp_s > 0;
 // What saves less is not worth a word.
 export const WORTH = 0.01;
-const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
+/** Dollars for a billion tokens. */
+export const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
 
 /** The link that nobody gave with which another plan would gain more than this one with what limits it, if there is one:
     a plan made for a slow network avoids it, and is then limited by something else. */
@@ -96,7 +97,7 @@ const RESTED_MS = 500, HEARD_MS = 10_000;
 export function Spoken(): JSX.Element {
   const v = planned.value, whole = limits.value?.whole && assumed.value;
   const found = v && shown.value && !progress.value ? opened(v, seconds(v.estimate.step_s)) : "";
-  const now = progress.value ? t("working") : found && tried.value ? comesOut() : found && whole ? found + limited() : found;
+  const now = progress.value ? t("working") : found && tried.value ? (isPriced.value ? comesOut() : "") : found && whole ? found + limited() : found;
   const [told, tell] = useState("");
   const last = useRef("");
   useEffect(() => {
@@ -112,10 +113,11 @@ export function Spoken(): JSX.Element {
 }
 /** The step with what is tried, and how many tokens more or less that is. */
 export function comesOut(): string {
+  if (!isPriced.value) return t("computing");
   const e = shown.value.estimate, f = planned.value.estimate;
   return `${t("step")} ${seconds(e.step_s)} · ${t("before")} ${seconds(f.step_s)} · ${speedChange()}`;
 }
-const speedChange = (): string => t("speedChange", { part: signed(shown.value.estimate.tokens_per_s / planned.value.estimate.tokens_per_s - 1, percent) });
+const speedChange = (): string => (!isPriced.value ? t("computing") : t("speedChange", { part: signed(shown.value.estimate.tokens_per_s / planned.value.estimate.tokens_per_s - 1, percent) }));
 
 function Figure({ name, value, note, before }: { name: Key; value: string; note: string; before?: string }): JSX.Element {
   return (
@@ -141,6 +143,19 @@ export function Figures(): JSX.Element | null {
 
 export const keep = (): Promise<void> => once("keep", () => attempt(() => openMade(() =>
   post(`/plans/${planId.value}/variants`, { changes: changes.value }), view.value)));
+const LATE_MS = 400;
+/** A plan that takes its time to be opened is named: what stands there until it is here is the one before. */
+export function Opening(): JSX.Element | null {
+  const isOpening = loading.value && planned.value !== null;
+  const [late, set] = useState(false);
+  useEffect(() => {
+    if (!isOpening) return set(false);
+    const timer = setTimeout(() => set(true), LATE_MS);
+    return () => clearTimeout(timer);
+  }, [isOpening]);
+  const to = jobs.value?.find((j: Data) => j.id === planId.value);
+  return isOpening && late ? <p class="opening" role="status" id="opening">{to ? t("openingOf", { name: called(to, jobs.value) }) : t("opening")}</p> : null;
+}
 /** What the plan breaks of what is asked, be it with what is tried or as it was kept or opened. */
 export function Broken(): JSX.Element | null {
   const v = shown.value;

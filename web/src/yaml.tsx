@@ -8,7 +8,7 @@ import { discard, readSoon, typed } from "./file";
 import { focusSoon } from "./focus";
 import { t } from "./strings";
 
-export function Yaml({ yaml }: { yaml: string }): JSX.Element {
+export function Yaml({ yaml, old }: { yaml: string; old: boolean }): JSX.Element {
   const [text, setText] = useState(unread.value?.text ?? yaml);
   const [copied, setCopied] = useState(false);
   const typing = useRef(false);
@@ -21,6 +21,7 @@ export function Yaml({ yaml }: { yaml: string }): JSX.Element {
     <section class="yaml" aria-label={t("file")}>
       <div class="section-head"><h2>{t("file")}</h2><span class="soft">YAML</span><span class="grow" />
         <button type="button" class="small" onClick={() => void copy(text).then(() => { setCopied(true); setTimeout(() => setCopied(false), 1500); })}>{t(copied ? "copied" : "copy")}</button></div>
+      {old && !fault && <p class="soft" id="yaml-old">{t("fileOld")}</p>}
       {fault && <div class="row middle"><p class="error" role="alert" id="yaml-error">{fault}</p><button type="button" class="small" id="yaml-back" onClick={back}>{t("fileBack")}</button></div>}
       <textarea id="yaml" aria-label={t("file")} aria-invalid={fault ? true : undefined} aria-describedby={fault ? "yaml-error" : undefined} spellcheck={false} value={text}
         onInput={(e) => { typing.current = true; setText(e.currentTarget.value); typed(e.currentTarget.value); }}
