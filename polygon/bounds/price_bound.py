@@ -14,24 +14,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon.bounds.lower_bound import lower_bound
+from polygon.bounds.lower_bound import LowerBound, lower_bound
 from polygon.bounds.size_work import size_work
 from polygon.bounds.stage_tiers import Kinds
 from polygon.cost.memory import state_bytes
 from polygon.cost.tables import CostTables
 
 
-def least_usd(tables: CostTables) -> float:
-    """Dollars per step that no plan for a problem can beat; inf where no device may be used."""
-    return _least(tables, np.array([pool.price_usd_per_hour / 3600 for pool in tables.problem.cluster.pools]))
+def least_usd(tables: CostTables, bound: LowerBound | None = None) -> float:
+    """Dollars per step that no plan for a problem can beat; inf where no device may be used.
+
+    `bound` is one on the step's time, by default that of `polygon.bounds.lower_bound`.
+    """
+    return _least(tables, bound, np.array([pool.price_usd_per_hour / 3600 for pool in tables.problem.cluster.pools]))
 
 
-def least_energy_j(tables: CostTables) -> float:
+def least_energy_j(tables: CostTables, bound: LowerBound | None = None) -> float:
     """Joules per step that no plan for a problem can beat, in the upper estimate of `polygon.cost.money`."""
-    return _least(tables, np.array([pool.device.power_w for pool in tables.problem.cluster.pools]))
+    return _least(tables, bound, np.array([pool.device.power_w for pool in tables.problem.cluster.pools]))
 
 
-def _least(tables: CostTables, rate: np.ndarray) -> float:
+def _least(tables: CostTables, bound: LowerBound | None, rate: np.ndarray) -> float:
     """Least of what devices cost that cost `rate` per second, shape (pools,)."""
     kinds = Kinds.of(tables)
     used = np.flatnonzero(kinds.of_pool >= 0)
@@ -46,4 +49,4 @@ def _least(tables: CostTables, rate: np.ndarray) -> float:
     room = tables.limit_bytes[used] - tables.problem.runtime.context_bytes
     with np.errstate(divide="ignore", invalid="ignore"):
         per_byte = float(np.where(room > 0, rate[used] / room, np.inf).min())
-    return max(computing, lower_bound(tables).seconds * per_byte * needed)
+    return max(computing, (bound or lower_bound(tables)).seconds * per_byte * needed)

@@ -222,6 +222,9 @@ def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> No
         own = plans.Plan(planner.Problem.of(problem), plan)
         said = changes.model_dump(exclude_defaults=True)
         request_data = {"name": request.name, "parent": job, "changes": said, "user": http.state.user}
+        row = store.get(job)
+        if row is not None and "objective" in row.request:
+            request_data["objective"] = row.request["objective"]  # what it is held against
         text = format_json(plan_data(problem, plan, own.to_dict(brief=True)))
         row = store.get(store.add(request_data, "done", text, note=seconds(float(times.step_s))))
         assert row is not None

@@ -150,6 +150,8 @@ class EstimateOut(TypedDict):
     lower_bounds_s: dict[str, Number]
     bound_by: str
     gap: Number
+    least_usd: Number
+    least_energy_j: Number
 
 
 @closed
@@ -177,6 +179,8 @@ class View(TypedDict):
     assumptions: list[str]
     packings_inside: list[str]
     """Of messages between nodes of a region."""
+    unpriced: list[str]
+    """Devices that it uses of which nobody said a price: they count as free."""
     devices: dict[str, int]
     hosts: list[UsedNodes]
     regions: list[dict[str, Any]]

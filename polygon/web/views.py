@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from polygon.bounds.gap import bound_data, gap
+from polygon.bounds.price_bound import least_energy_j, least_usd
 from polygon.cost.convergence import assumptions, packings_inside
 from polygon.cost.estimate import Estimate
 from polygon.cost.step_times import StepTimes
@@ -31,7 +32,9 @@ Shown = TypeVar("Shown")
 SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
 
 
-UNBOUND: dict[str, object] = {"lower_bound_s": None, "lower_bounds_s": {}, "bound_by": "", "gap": None}
+UNBOUND: dict[str, object] = {
+    "lower_bound_s": None, "lower_bounds_s": {}, "bound_by": "", "gap": None, "least_usd": None, "least_energy_j": None,
+}  # fmt: skip
 """What stands for the bound where it is not asked for."""
 
 
@@ -44,14 +47,14 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "model": problem.model.name,
         "runtime": {"name": problem.runtime.name, "version": problem.runtime.version},
         "batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len},
-        "estimate": {name: getattr(result, name) for name in SHOWN}
-        | (bound_data(result.step_s, priced.bound) if bound else UNBOUND),
+        "estimate": {name: getattr(result, name) for name in SHOWN} | (_bounds(priced) if bound else UNBOUND),
         "micro_batches": plan.micro_batches,
         "micro_batch_size": plan.micro_batch_size,
         "local_steps": plan.local_steps,
         "chunks": plan.chunks,
         "assumptions": assumptions(problem, plan),
         "packings_inside": packings_inside(problem, plan),
+        "unpriced": _of_workers(priced, _unpriced),
         "devices": {"used": plan.world_size, "all": problem.cluster.devices},
         "hosts": _of_workers(priced, _hosts),
         "regions": _of_workers(priced, _regions),
@@ -64,6 +67,13 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "bubble": float(result.terms["pipeline"] / result.step_s),
         "routes": _routes(plan, times),
     }
+
+
+def _bounds(priced: PricedChange) -> dict[str, object]:
+    """What no plan can beat in time, and in money and energy."""
+    tables, bound = priced.tables, priced.bound
+    least = {"least_usd": least_usd(tables, bound), "least_energy_j": least_energy_j(tables, bound)}
+    return bound_data(priced.estimate.step_s, bound) | least
 
 
 def _over_memory(priced: PricedChange) -> float:
@@ -89,6 +99,13 @@ def _hosts(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
         {"region": regions[pools[p].region].name, "device": pools[p].device.name, "nodes": count}
         for p, count in sorted(counts.items())
     ]
+
+
+def _unpriced(problem: Problem, plan: Plan) -> list[str]:
+    """Types of devices that the plan uses and of which neither the cluster nor the catalogue says a price."""
+    groups = [group for region in problem.cluster.regions for group in region.node_groups]
+    pools = [problem.cluster.pools[p] for p in plan.devices_of_pools if groups[p].price_usd_per_hour is None]
+    return sorted({pool.device.name for pool in pools if pool.price_usd_per_hour == 0})
 
 
 def _regions(problem: Problem, plan: Plan) -> list[dict[str, Any]]:

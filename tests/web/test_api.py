@@ -360,7 +360,14 @@ def test_a_view_without_the_bound_says_all_else(server, wide_plan):
     bound = {key: whole["estimate"][key] for key in ("lower_bound_s", "lower_bounds_s", "bound_by", "gap")}
     assert bound["gap"] == pytest.approx(whole["estimate"]["step_s"] / bound["lower_bound_s"] - 1)
     assert [row for row in whole["formulas"] if row["key"] != "bound"] == brief["formulas"] != whole["formulas"]
-    nothing = {"lower_bound_s": None, "lower_bounds_s": {}, "bound_by": "", "gap": None}
+    nothing = {
+        "lower_bound_s": None,
+        "lower_bounds_s": {},
+        "bound_by": "",
+        "gap": None,
+        "least_usd": None,
+        "least_energy_j": None,
+    }
     assert brief == {**whole, "formulas": brief["formulas"], "estimate": {**whole["estimate"], **nothing}}
 
 

@@ -1285,16 +1285,69 @@ def test_plans_of_other_work_are_not_praised_for_shorter_steps(page, server, pla
 
 
 def test_a_bound_that_is_not_known_yet_is_not_infinite(page, server, plan_id, wide_plan):
-    """Plans are compared while the bound of the open one is worked out; it comes to stand there."""
-    bound = Held(page, re.compile(f"{plan_id}/view$"), "POST")
+    """Plans are compared while the bounds of the open one and of the others are worked out; they come to stand
+    there."""
+    bound, other = (Held(page, re.compile(f"{plan}/view$"), "POST") for plan in (plan_id, wide_plan))
     page.goto(f"{server.url}/#plan={plan_id}&view=compare&with={wide_plan}")
     gaps = page.locator("tr", has_text="Gap to the bound").locator("td")
-    expect(gaps).to_have_count(2)
-    expect(gaps.nth(0)).to_have_text("…")
+    expect(gaps).to_have_text(["…", "…"])
+    other.wait()
+    other.release()
     expect(gaps.nth(1)).to_contain_text("%")
+    expect(gaps.nth(0)).to_have_text("…")
     bound.wait()
     bound.release()
     expect(gaps.nth(0)).to_contain_text("%")
+
+
+def searched(server, device, objective="time", **node):
+    """A plan for one node of two devices, searched for."""
+    nodes = [{"device": device, "count": 1, "devices_per_node": 2, **node}]
+    problem = {"cluster": {"name": "pair", "regions": [{"name": "a", "nodes": nodes}]}, "model": "opt-350m",
+               "batch": {"global_batch": 4, "seq_len": 128}}  # fmt: skip
+    row = server.request("POST", "/api/v1/jobs", {"problem": problem, "objective": objective, "effort": "quick"})[2]
+    path = f"/api/v1/jobs/{row['id']}"
+    assert eventually(lambda: server.request("GET", path)[2]["state"] not in ("queued", "running"))
+    assert server.request("GET", path)[2]["state"] == "done"
+    return row["id"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "least"),
+    [
+        ("money", "cost_usd", "least_usd"),
+        ("tokens-per-usd", "cost_usd", "least_usd"),
+        ("energy", "energy_j", "least_energy_j"),
+    ],
+)
+def test_a_plan_is_held_against_the_bound_of_what_it_was_made_for(page, server, objective, value, least):
+    """Not against that of its time, which it was not to keep; so are its variants."""
+    plan = searched(server, "t4", objective)
+    told = server.request("POST", f"/api/v1/plans/{plan}/view", {})[2]["estimate"]
+    assert 0 < told[least] <= told[value]
+    visit(page, server, plan, "strategy")
+    expect(page.locator("[data-card=gap] b")).to_have_text(re.compile(r"%$"))
+    shown = float(card(page, "gap").rstrip(" %\u202f\u00a0").replace(",", ""))
+    assert shown == pytest.approx(100 * (told[value] / told[least] - 1), abs=0.06)
+    expect(page.locator("[data-card=gap] small")).to_contain_text("Wh" if objective == "energy" else "$")
+    expect(page.locator("#reasons")).to_contain_text("No plan can do a step for less than")
+    expect(page.locator("#reasons")).not_to_contain_text("faster")
+    made = variant(server, plan, accumulation=2)
+    assert server.request("GET", f"/api/v1/jobs/{made}")[2]["objective"] == objective
+    for name in (made, plan):
+        server.request("DELETE", f"/api/v1/plans/{name}")
+
+
+def test_devices_without_a_known_price_are_not_said_to_be_free(page, server):
+    """Nobody said what they cost; where somebody says that it is nothing, a step costs nothing."""
+    unknown, free = searched(server, "ascend-910b"), searched(server, "ascend-910b", price_usd_per_hour=0)
+    visit(page, server, unknown)
+    expect(page.locator("[data-card=perBillion] b")).to_have_text("—")
+    expect(page.locator("[data-card=perBillion] small")).to_have_text("no price known of ascend-910b: counts as 0")
+    visit(page, server, free)
+    expect(page.locator("[data-card=perBillion] b")).to_have_text(re.compile(r"^\$\s*0$"))
+    for plan in (unknown, free):
+        server.request("DELETE", f"/api/v1/plans/{plan}")
 
 
 def test_limits_for_what_another_cluster_had_are_shown_until_they_are_taken_out(fresh, tmp_path):

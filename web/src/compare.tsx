@@ -16,9 +16,9 @@ import { Answer, Choice, Empty, Section, Skeleton, Table, useAnswer } from "./ui
 const TERMS = ["compute", "pipeline", "transfer", "reduction", "update"];
 
 /** A plan that stands beside the open one; one that is gone is said to be, and the others stay. */
-async function side(id: string, stop: AbortSignal): Promise<Side | null> {
+async function side(id: string, whole: boolean, stop: AbortSignal): Promise<Side | null> {
   try {
-    return { id, row: await get(`/jobs/${id}`, stop), v: await post(`/plans/${id}/view`, {}, stop) };
+    return { id, row: await get(`/jobs/${id}`, stop), v: await post(`/plans/${id}/view${whole ? "" : "?bound=false"}`, {}, stop) };
   } catch (error) {
     if ((error as Data).status !== 404) throw error;
     batch(() => {
@@ -30,13 +30,16 @@ async function side(id: string, stop: AbortSignal): Promise<Side | null> {
 }
 export function Compare(): JSX.Element {
   const ids = beside.value.filter((id) => id !== planId.value);
-  const answer = useAnswer(async (stop) => (await Promise.all(ids.map((id) => side(id, stop)))).filter((it) => it !== null), ids.join());
+  const sides = (whole: boolean) => async (stop: AbortSignal): Promise<Side[]> => (await Promise.all(ids.map((id) => side(id, whole, stop)))).filter((it) => it !== null);
+  // What no plan can beat takes seconds: all else is shown meanwhile, as of the open plan.
+  const answer = useAnswer(sides(false), ids.join()), whole = useAnswer(sides(true), ids.join());
   const others = (jobs.value ?? []).filter((j: Data) => j.has_plan && j.id !== planId.value && !ids.includes(j.id));
   return (
     <>
       <Section title={t("compare")} note={t("compareHint")} tools={ids.length < 3 && others.length > 0 ? <Choice acts hidden label={t("addPlan")} path="compare" value="" options={[["", t("addPlan")], ...others.map((j: Data): [string, string] => [j.id, `${called(j, jobs.value)} · ${j.note}`])]} set={(id) => id && go(() => (beside.value = [...ids, id]))} /> : undefined}>
         {ids.length === 0 ? <Empty>{t("compareNone")}</Empty> : <Answer of={answer}>{(all) => {
-          const list = all.filter((x) => ids.includes(x.id)); // while another is loaded, those that stay
+          // While another is loaded, those that stay.
+          const list = all.filter((x) => ids.includes(x.id)).map((x) => whole.data?.find((y) => y.id === x.id) ?? x);
           return list.length ? <Sides list={[{ id: planId.value, row: row.value, v: planned.value }, ...list]} /> : <Skeleton lines={8} />;
         }}</Answer>}
       </Section>

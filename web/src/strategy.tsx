@@ -7,12 +7,12 @@ import { ink, palette } from "./colors";
 import { bytes, digits, ofMemory, percent, runs, seconds, signed } from "./format";
 import { packings } from "./names";
 import { attempt, copyLink, planId, savePlan, shown } from "./state";
-import { isApart } from "./summary";
+import { aim, isApart } from "./summary";
 import { maybe, programName, t } from "./strings";
 import { Answer, Section, Table, useAnswer } from "./ui";
 
 function reasons(v: Data): string[] {
-  const e = v.estimate;
+  const { value, least, gap, text } = aim(v.estimate), isTime = text === seconds;
   // One micro-batch more or less is what division leaves over.
   const shares: number[][] = v.stages.map((s: Data) => [Math.min(...s.workers.map((w: Data) => w.share_low)), Math.max(...s.workers.map((w: Data) => w.share_high))]);
   const uneven = shares.filter(([low, high]) => high > low + 1);
@@ -22,11 +22,11 @@ function reasons(v: Data): string[] {
   const used: Data[] = v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
   const modes = [...new Set(used.flatMap((l) => [...(l.activation_bytes ? packings(l) : []), ...(l.gradient_bytes ? [l.weight_gradients] : [])]))];
   return [
-    ...(e.gap === null ? [] : [t("reasonGap", { bound: seconds(e.lower_bound_s), step: seconds(e.step_s), gap: percent(e.gap) })]),
+    ...(gap === null ? [] : [t(isTime ? "reasonGap" : "reasonLeast", { bound: text(least!), step: text(value), gap: percent(gap) })]),
     t("reasonStages", { stages: v.stages.length, widths: runs(v.stages.map((s: Data) => s.width)) }),
     ...(uneven.length ? [t("reasonShares", { ranges: [...new Set(uneven.map((r) => r.join("–")))].slice(0, 8).join(", ") })] : []),
-    degrees.length ? t("reasonTensor", { tp: degrees.join(", ") }) : t("reasonNoTensor"),
-    ...(v.devices.used < v.devices.all ? [t("reasonIdle", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
+    degrees.length ? t("reasonTensor", { tp: degrees.join(", ") }) : t(isTime ? "reasonNoTensor" : "reasonNoTensorOther"),
+    ...(v.devices.used < v.devices.all ? [t(isTime ? "reasonIdle" : "reasonIdleOther", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
     ...(modes.length ? [t("reasonPacking", { modes: modes.map((mode) => (mode === "none" ? t("unpacked") : mode)).join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
     ...v.packings_inside.map((what: string) => t("reasonInside", { what })),
     ...(isApart(v) ? [t("reasonHidden", { hidden: percent(v.traffic.hidden) })] : []),

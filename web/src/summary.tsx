@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { post, type Data } from "./api";
 import { draft } from "./draft";
-import { digits, gbps, ms, ofMemory, percent, seconds, signed, usd } from "./format";
+import { digits, energy, gbps, ms, ofMemory, percent, seconds, signed, usd } from "./format";
 import { called, differences } from "./names";
 import { anew, assumed, attempt, changes, isPriced, isUnderWay, jobs, limits, loading, once, openMade, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
 import { language, t, type Key } from "./strings";
@@ -131,11 +131,12 @@ export function Figures(): JSX.Element | null {
   const v = shown.value, p = planned.value;
   if (!v || !p) return loading.value ? <Skeleton lines={2} /> : null;
   const e = v.estimate, f = p.estimate;
+  const { gap, least, text } = aim(e), planGap = aim(f).gap;
   return (
     <dl class="figures">
       <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
-      <Figure name="perBillion" value={usd(perBillion(e))} before={usd(perBillion(f))} note={t("perStep", { usd: usd(e.cost_usd) })} />
-      <Figure name="gap" value={e.gap === null ? "…" : percent(e.gap)} before={f.gap === null ? undefined : percent(f.gap)} note={e.gap === null ? "" : t("noFaster", { step: seconds(e.lower_bound_s) })} />
+      <Figure name="perBillion" value={v.unpriced.length && !e.cost_usd ? "—" : usd(perBillion(e))} before={v.unpriced.length && !f.cost_usd ? undefined : usd(perBillion(f))} note={v.unpriced.length ? t("noPrice", { devices: v.unpriced.join(", ") }) : t("perStep", { usd: usd(e.cost_usd) })} />
+      <Figure name="gap" value={gap === null ? "…" : percent(gap)} before={planGap === null ? undefined : percent(planGap)} note={gap === null ? "" : t("noFaster", { step: text(least!) })} />
       <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={isApart(v) ? t("ofCommunication", { part: percent(v.traffic.hidden) }) : t("longerFor")} />
     </dl>
   );
@@ -143,6 +144,15 @@ export function Figures(): JSX.Element | null {
 
 export const keep = (): Promise<void> => once("keep", () => attempt(() => openMade(() =>
   post(`/plans/${planId.value}/variants`, { changes: changes.value }), view.value)));
+const AIMS: Record<string, [string, string, (value: number) => string]> = {
+  money: ["cost_usd", "least_usd", usd], "tokens-per-usd": ["cost_usd", "least_usd", usd], energy: ["energy_j", "least_energy_j", energy],
+};
+/** What the open plan was made for, of an estimate: its value, what no plan can beat, and how far it is above; null: not known (yet). */
+export function aim(e: Data): { value: number; least: number | null; gap: number | null; text: (value: number) => string } {
+  const [key, bound, text] = AIMS[row.value?.objective] ?? ["step_s", "lower_bound_s", seconds];
+  const value = e[key], least = e[bound] || null; // nothing is above what is free
+  return { value, least, gap: least === null ? null : value / least - 1, text };
+}
 const LATE_MS = 400;
 /** A plan that takes its time to be opened is named: what stands there until it is here is the one before. */
 export function Opening(): JSX.Element | null {
