@@ -21,7 +21,7 @@ from polygon.web.answers import Answers, compact
 from polygon.web.language import Asked
 from polygon.web.plan_routes import DeployName, Load
 from polygon.web.rehearsals import MOST_RANKS, MOST_STEPS, USUAL_RANKS, USUAL_STEPS, Rehearsals
-from polygon.web.runs import PLAN, Follower, Mark, Runs, checked_files
+from polygon.web.runs import PLAN, Follower, Mark, Runs, as_opened, checked_files
 from polygon.web.search_routes import RESPONSES, JobId, as_bytes, followed
 from polygon.web.sliders import NO_CHANGE, price
 from polygon.web.timeline import measured_timeline, timeline
@@ -128,14 +128,14 @@ def add_runs(app: FastAPI, load: Load, runs: Runs, rehearsals: Rehearsals) -> No
     def import_run(request: ImportRequest, http: Request) -> Any:
         """Keep logs or traces of a run that was made elsewhere."""
         it = load(request.plan)
-        texts = checked_files(request.files)
+        texts, opened = checked_files(request.files)
         texts.setdefault(PLAN, format_json(plan_data(it.problem, it.plan)))
         name = runs.add(request.name, Mark(kind="import", plan=request.plan, user=http.state.user), texts)
         try:
             return views.row(name, views.of(name, http.state.user))
-        except InputError:
+        except InputError as error:
             shutil.rmtree(runs.folder / name)
-            raise
+            raise InputError(as_opened(error.message, opened)) from None
 
     @app.post("/api/v1/plans/{job}/rehearsals", status_code=202, responses=RESPONSES, response_model=responses.Run)
     def rehearse(job: JobId, request: RehearsalRequest, http: Request) -> Any:

@@ -341,8 +341,9 @@ def _with_logs(root: Path, depth: int) -> Iterator[Path]:
             yield from _with_logs(path, depth - 1)
 
 
-def checked_files(texts: Mapping[str, str]) -> dict[str, str]:
-    """Files of a run that somebody opens: logs of ranks, a plan, and traces under names of their own.
+def checked_files(texts: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Files of a run that somebody opens: logs of ranks, a plan, and traces under names of their own; and what the
+    logs were called where they were opened.
 
     Raises
     ------
@@ -350,6 +351,7 @@ def checked_files(texts: Mapping[str, str]) -> dict[str, str]:
         For a file that is none of these.
     """
     kept: dict[str, str] = {}
+    opened: dict[str, str] = {}
     for name, text in texts.items():
         with located(f"{name}: "):
             check_text(text, "a trace, a rank's log or a plan")
@@ -360,7 +362,9 @@ def checked_files(texts: Mapping[str, str]) -> dict[str, str]:
                 require(type(rank) is int and 0 <= rank < MOST_RANKS, f"{name}: rank", rank, "a number")
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise fault(name, first[:40], "a rank's log (rank-N.jsonl)") from None
-            kept[f"rank-{rank}.jsonl"] = text
+            own = f"rank-{rank}.jsonl"
+            require(own not in kept, f"{name}: rank", rank, Message("expected.other_rank", file=opened.get(own, own)))
+            kept[own], opened[own] = text, name
             continue
         try:
             data = json.loads(text)
@@ -372,4 +376,13 @@ def checked_files(texts: Mapping[str, str]) -> dict[str, str]:
             intervals_of(data, name)
             kept[f"trace-{len(kept)}.json"] = text
     require(any(name != PLAN for name in kept), "files", Phrase("a plan alone"), "a rank's log or a trace beside it")
-    return kept
+    return kept, opened
+
+
+def as_opened(fault: Message | str, opened: Mapping[str, str]) -> Message | str:
+    """A fault in a line of a log, told by what the file was called where it was opened."""
+    where = fault["where"] if isinstance(fault, Message) and fault.kind == "input.expected" else None
+    if not (isinstance(fault, Message) and isinstance(where, Message) and "file" in where.arguments):
+        return fault
+    own = Message(where.kind, **{**where.arguments, "file": opened.get(where["file"], where["file"])})
+    return Message(fault.kind, **{**fault.arguments, "where": own})

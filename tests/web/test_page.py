@@ -1325,7 +1325,22 @@ def test_a_plan_is_held_against_the_bound_of_what_it_was_made_for(page, server, 
     plan = searched(server, "t4", objective)
     told = server.request("POST", f"/api/v1/plans/{plan}/view", {})[2]["estimate"]
     assert 0 < told[least] <= told[value]
+    dearer = 2.0
+
+    def with_faster(route):
+        told = route.fetch().json()
+        own = told["alternatives"][0]
+        other = own | {"key": "naive", "step_s": own["step_s"] / 2, "usd_per_step": own["usd_per_step"] * dearer}
+        route.fulfill(json=told | {"alternatives": [own, other]})
+
+    page.route("**/alternatives", with_faster)
     visit(page, server, plan, "strategy")
+    expect(page.locator("[aria-label='Alternatives'] tbody tr")).to_have_count(2)
+    expect(page.locator("#better-met")).to_have_count(0)
+    if objective != "energy":
+        dearer = 0.5
+        visit(page, server, plan, "strategy")
+        expect(page.locator("#better-met")).to_contain_text("cheaper than this plan")
     expect(page.locator("[data-card=gap] b")).to_have_text(re.compile(r"%$"))
     shown = float(card(page, "gap").rstrip(" %\u202f\u00a0").replace(",", ""))
     assert shown == pytest.approx(100 * (told[value] / told[least] - 1), abs=0.06)
@@ -1700,6 +1715,53 @@ def test_timeline_opens_stages_zooms_and_shows_a_measured_trace(page, server, wi
     page.locator("#tab-overview[aria-selected=true]").wait_for()
 
 
+def test_a_wrong_token_is_said_to_be_wrong(browser, tmp_path):
+    """Asked for the first time nothing is; the right one opens the page."""
+    server = Server(tmp_path, "--token", "ann=SECRETSECRETSECRET")
+    page = new_page(browser, server)
+    try:
+        page.goto(server.url)
+        field = page.locator("dialog input")
+        expect(field).to_be_focused()
+        expect(page.locator("dialog .error")).to_have_count(0)
+        field.fill("SECRETSECRETSECRE")
+        field.press("Enter")
+        expect(page.locator("dialog .error")).to_have_text("That token is wrong.")
+        field.fill("SECRETSECRETSECRET")
+        field.press("Enter")
+        page.locator("#calculate:enabled").wait_for()
+    finally:
+        page.context.close()
+        server.stop()
+
+
+def test_searches_that_leave_no_room_are_in_the_list(fresh, server):
+    """They may have been begun elsewhere: who is told to stop one sees them."""
+    waiting = {"id": "elsewhere", "created_s": 1.0, "state": "queued", "progress": 0.0, "note": "", "error": "",
+               "name": "begun elsewhere", "has_plan": False, "kind": "search", "tags": [], "archived": False,
+               "parent": "", "changes": {}, "objective": "time", "effort": "quick", "seed": 0}  # fmt: skip
+
+    def answer(route):
+        if route.request.method == "POST":
+            route.fulfill(status=429, json={"detail": "1 search is waiting already"})
+        else:
+            route.fulfill(json=[waiting])
+
+    expect(fresh.locator("#plan-list li", has_text="begun elsewhere")).to_have_count(0)
+    fresh.route("**/api/v1/jobs", answer)
+    fresh.locator("#calculate").click()
+    expect(fresh.locator("#trouble")).to_contain_text("1 search is waiting already")
+    expect(fresh.locator("#plan-list li", has_text="begun elsewhere")).to_have_count(1)
+
+
+def test_chinese_has_no_gap_before_chinese_words(chinese_page, server, wide_plan):
+    """Names in other letters are set apart in a sentence; what is Chinese itself is not."""
+    visit(chinese_page, server, wide_plan)
+    sentence = chinese_page.locator(".sentence")
+    expect(sentence).to_contain_text(re.compile("受限于"))
+    assert re.search(r"[\u4e00-\u9fff] [\u4e00-\u9fff]", sentence.inner_text()) is None
+
+
 def test_a_run_is_followed_while_its_ranks_write(page, tmp_path):
     """Loss and step time appear as they are written, without a reload, and are those of the log."""
     folder = tmp_path / "lab"
@@ -1711,7 +1773,7 @@ def test_a_run_is_followed_while_its_ranks_write(page, tmp_path):
     page.goto(f"{server.url}/#view=runs")
     page.locator("#runs button", has_text="lab").click()
     expect(page.locator("#run")).to_contain_text("3 steps")
-    expect(page.locator("#not-traced")).to_contain_text("No step was traced")
+    expect(page.locator("#not-traced")).to_have_text("No step was traced yet: stages and timeline follow.")
     for count, end in ((5, False), (9, True)):
         log.write_text(run_lines(count, end=end))
         expect(page.locator("#run")).to_contain_text(f"{count} steps")

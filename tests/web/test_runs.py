@@ -128,7 +128,8 @@ def test_a_trace_that_is_opened_is_held_against_the_plan(server, plan_id):
                          ({"r.jsonl": '{"type": "run", "rank": 1' + "0" * 300 + "}\n"}, "r.jsonl: rank"),
                          ({"p.json": format_json(plan_data(problem, plan))}, "a plan alone"),
                          ({"b.jsonl": '{"type": "run", "rank": 0}\n{"type": "step", "step": "x"}\n'},
-                          "rank-0.jsonl: line 2: found "),
+                          "b.jsonl: line 2: found "),
+                         ({f"{name}.jsonl": run_lines(3) for name in "ab"}, "b.jsonl: rank: found 0, expected another"),
                          ({"y.json": '{"traceEvents": [3]}'}, "cannot be read")):  # fmt: skip
         status, _, refused = server.request("POST", "/api/v1/runs", asked | {"files": files, "name": "wrong"})
         assert status == 422 and words in refused["detail"]

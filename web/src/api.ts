@@ -8,15 +8,16 @@ export type Data = any;
 export const API = "/api/v1";
 
 let token = sessionStorage.getItem("polygon-token") ?? "";
-let askToken: () => Promise<string> = async () => "";
-export function onToken(ask: () => Promise<string>): void {
+let askToken: (isWrong: boolean) => Promise<string> = async () => "";
+/** How a token is asked for; `isWrong`: one that was given was refused. */
+export function onToken(ask: (isWrong: boolean) => Promise<string>): void {
   askToken = ask;
 }
 let asking: Promise<string> | null = null;
 /** Another token than one that was refused: asked for once, however many requests wait for it. */
 async function tokenInsteadOf(refused: string): Promise<string> {
   if (token !== refused) return token;
-  const given = await (asking ??= askToken().finally(() => { asking = null; }));
+  const given = await (asking ??= askToken(refused !== "").finally(() => { asking = null; }));
   if (given) sessionStorage.setItem("polygon-token", (token = given));
   return given;
 }

@@ -121,13 +121,13 @@ function Notice(): JSX.Element {
   return <div class={now.said ? "notice on" : "notice"} aria-live="polite">{now.said}</div>;
 }
 
-onToken(() => new Promise((resolve) => {
+onToken((isWrong) => new Promise((resolve) => {
   const dialog = document.createElement("dialog");
   dialog.setAttribute("aria-label", t("token"));
   document.body.append(dialog);
   let given = "";
   dialog.addEventListener("close", () => { render(null, dialog); dialog.remove(); resolve(given); });
-  render(<form method="dialog"><label class="field"><span>{t("token")}</span><input type="password" autocomplete="off" onInput={(e) => (given = e.currentTarget.value)} /></label><button class="main">{t("ok")}</button></form>, dialog);
+  render(<form method="dialog"><label class="field"><span>{t("token")}</span><input type="password" autocomplete="off" onInput={(e) => (given = e.currentTarget.value)} /></label>{isWrong && <p class="error" role="alert">{t("tokenWrong")}</p>}<button class="main">{t("ok")}</button></form>, dialog);
   dialog.showModal();
 }));
 

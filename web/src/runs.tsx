@@ -78,7 +78,7 @@ function Beside({ name, changed }: { name: string; changed: () => void }): JSX.E
           <Lines name="run-step" label={t("runStep")} points={run.points.map((p: number[]) => [p[0], p[1]])} text={roundSeconds} level={run.device === "cpu" ? undefined : run.predicted_step_s} />
         </div>}
       </Section>
-      <Traced name={name} of={`${name} ${Math.min(run.steps, 12)} ${run.state}`} waits={!run.traced || (run.steps < 2 && run.state === "running")} />
+      <Traced name={name} of={`${name} ${Math.min(run.steps, 12)} ${run.state}`} waits={!run.traced || (run.steps < 2 && run.state === "running")} goesOn={run.state === "running" || run.state === "open"} />
       {run.log && <Section title={t("runLog")}><Tail text={run.log} /></Section>}
     </>
   );
@@ -105,9 +105,9 @@ function Lines({ name, label, points, text, level }: { name: string; label: stri
 
 const PARTS = ["forward", "backward", "update", "reduce", "waiting"];
 /** What was traced: stages and a step, predicted and measured. */
-function Traced({ name, of, waits }: { name: string; of: string; waits: boolean }): JSX.Element {
+function Traced({ name, of, waits, goesOn }: { name: string; of: string; waits: boolean; goesOn: boolean }): JSX.Element {
   const answer = useAnswer(async (stop) => (waits ? null : get(`/runs/${name}/comparison`, stop)), `${of} ${waits}`);
-  if (waits) return <p class="soft" id="not-traced">{t("notTraced")}</p>;
+  if (waits) return <p class="soft" id="not-traced">{t(goesOn ? "notTraced" : "neverTraced")}</p>;
   if (answer.error) return <p class="soft" id="not-traced">{answer.error}</p>;
   const found = answer.data as Data;
   if (!found) return <Skeleton lines={5} />;

@@ -352,9 +352,13 @@ export async function requested(): Promise<Data> {
   throw new Error(t("fileFirst"));
 }
 let following = new AbortController();
+const MANY = 429;
 export const search = (): Promise<void> => once("search", () => attempt(async () => {
   const wanted = await requested(), as = draft.value;
-  const begun = await post("/jobs", wanted);
+  const begun = await post("/jobs", wanted).catch(async (error: unknown) => {
+    if ((error as Data).status === MANY) await loadJobs(); // those that wait may be another window's
+    throw error;
+  });
   takeAsked(begun.id, as);
   progress.value = begun;
   jobId.value = begun.id;

@@ -4,9 +4,9 @@ import type { JSX } from "preact";
 import { get, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
-import { bytes, digits, ofMemory, percent, runs, seconds, signed } from "./format";
+import { bytes, digits, ofMemory, percent, runs, seconds, signed, usd } from "./format";
 import { packings } from "./names";
-import { attempt, copyLink, planId, savePlan, shown } from "./state";
+import { attempt, copyLink, planId, row, savePlan, shown } from "./state";
 import { aim, isApart } from "./summary";
 import { maybe, programName, t } from "./strings";
 import { Answer, Section, Table, useAnswer } from "./ui";
@@ -65,7 +65,9 @@ export function Strategy(): JSX.Element {
 const AXES = ["computation", "communication", "memory", "scalability", "across"];
 function Alternatives({ data }: { data: Data }): JSX.Element {
   const colors = ink(), own = data.alternatives[0];
-  const faster = data.alternatives.slice(1).filter((a: Data) => a.step_s < own.step_s * (1 - 1e-6)).sort((a: Data, b: Data) => a.step_s - b.step_s)[0];
+  // Better in what the plan was made for: of energy the others are not asked.
+  const made = { time: "step_s", money: "usd_per_step", "tokens-per-usd": "usd_per_step" }[String(row.value?.objective)];
+  const better = made && data.alternatives.slice(1).filter((a: Data) => a[made] < own[made] * (1 - 1e-6)).sort((a: Data, b: Data) => a[made] - b[made])[0];
   const radar = {
     tooltip: tooltip(), legend: { bottom: 0, textStyle: { color: colors.text, fontSize: 11 } },
     radar: { center: ["50%", "46%"], radius: "44%", indicator: AXES.map((a) => ({ name: maybe(`axis_${a}`), max: 1, min: 0 })), axisName: { color: colors.soft, fontSize: 11, formatter: (name: string) => name.replace(" ", "\n") }, splitArea: { show: false }, splitLine: { lineStyle: { color: colors.line } }, axisLine: { lineStyle: { color: colors.line } } },
@@ -79,7 +81,7 @@ function Alternatives({ data }: { data: Data }): JSX.Element {
   const part = (a: Data, key: string): string => (a === own ? "—" : signed(a[key] / own[key] - 1, percent));
   return (
     <>
-      {faster && <p class="error">{t("fasterMet", { name: maybe(faster.key), step: seconds(faster.step_s) })}</p>}
+      {better && <p class="error" id="better-met">{made === "step_s" ? t("fasterMet", { name: maybe(better.key), step: seconds(better.step_s) }) : t("cheaperMet", { name: maybe(better.key), usd: usd(better.usd_per_step) })}</p>}
       <div class="half-half"><Chart name="radar" label={t("radar")} height={300} option={radar} /><Chart name="pareto" label={t("pareto")} height={300} option={points} /></div>
       <Table label={t("alternatives")} head={[t("alternatives"), t("step"), t("timeChange"), t("cost"), t("devices"), t("stagesCount")]} numeric={[1, 2, 3, 4, 5]}
         rows={data.alternatives.map((a: Data) => [maybe(a.key), seconds(a.step_s), part(a, "step_s"), digits(a.usd_per_step), a.devices, a.stages])} />

@@ -17,10 +17,16 @@ export function setLanguage(to: Language): void {
   language.value = to;
   document.title = t("title");
 }
+const HAN = /^\p{Script=Han}$/u;
 /** The words of a key with its values; `{n:device|devices}` is a number and its noun. */
 export function t(key: Key, values: Record<string, string | number> = {}): string {
   const words = catalogue[key][language.value === "zh" ? 1 : 0];
-  return words.replace(/\{(\w+)(?::([^|}]+)\|([^}]+))?\}/g, (_, name, one, many) => `${values[name] ?? ""}${one ? ` ${String(values[name]) === "1" ? one : many}` : ""}`);
+  // Chinese is set apart from what is not: between it and a Chinese value there is no gap.
+  const isHan = (character = ""): boolean => language.value === "zh" && HAN.test(character);
+  return words.replace(/((?<=\p{Script=Han}) )?\{(\w+)(?::([^|}]+)\|([^}]+))?\}( (?=\p{Script=Han}))?/gu, (_, before = "", name, one, many, after = "") => {
+    const value = String(values[name] ?? "");
+    return `${isHan(value[0]) ? "" : before}${value}${one ? ` ${value === "1" ? one : many}` : ""}${isHan(value[value.length - 1]) ? "" : after}`;
+  });
 }
 /** The words of a key that the server gave; the key itself where there are none. */
 export function maybe(key: string): string {
