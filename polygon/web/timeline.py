@@ -107,7 +107,9 @@ def bars(times: StepTimes, done: Work, *, messages: bool = False) -> Bars:
     """All bars of a step: work, exposed communication before it and after the last, update; reduction and messages."""
     workers = np.arange(len(times.place.stage))
     update_s = times.done_s - times.update_s
-    reducing = np.array([times.reduction_span_s(s)[0] for s in range(len(times.reductions))])[times.place.stage]
+    begins_s = np.array([times.reduction_span_s(s)[0] for s in range(len(times.reductions))])
+    # Of one worker, and of what is summed within the computing, there is none to be shown.
+    reducing = np.where(times.whole_reductions_s > 0, begins_s, np.inf)[times.place.stage]
     none = np.full(len(workers), -1)
     parts: list[tuple[NDArray[Any], ...]] = [
         (done.worker, done.backward.astype(np.int64), done.micro_batch, done.start_s, done.end_s),

@@ -13,7 +13,8 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.uniform import ParallelConfig, uniform_plan
-from polygon.web.sliders import Changes, flat_s, price
+from polygon.formats import catalogue
+from polygon.web.sliders import NO_CHANGE, Changes, flat_s, price
 from polygon.web.timeline import KINDS, timeline
 from polygon.web.views import advice, front, sensitivities, traffic, view
 from tests.cost.test_step_times import far_problem, replicas
@@ -262,6 +263,21 @@ def test_timeline_names_every_moment_of_every_worker(case):
         assert all(a[1] <= b[0] + 1e-5 for a, b in pairwise(mine))
         free_s.append(shown["step_s"] - sum(b - a for a, b in mine))
     assert np.mean(free_s) / shown["step_s"] == pytest.approx(shown["bubble_share"], abs=1e-4)
+
+
+def test_a_stage_that_sums_nothing_apart_has_no_reduction_in_its_rows():
+    """One worker, and sums micro-batch by micro-batch within the computing: no bar says that something is hidden."""
+    nodes = [{"device": "a100-40gb", "count": 1, "devices_per_node": 2}]
+    cluster = Cluster.from_dict({"regions": [{"name": "a", "nodes": nodes}]}).data
+    problem = replace(wide()[0], cluster=cluster, model=catalogue.model("opt-350m"))
+    tables, shown = CostTables(problem), {}
+    for pp, dp, zero in ((2, 1, 0), (1, 2, 0), (1, 2, 3)):
+        plan = uniform_plan(problem, ParallelConfig(pp=pp, dp=dp, tp=1, micro_batch_size=1, zero=zero))
+        priced = price(problem, plan, NO_CHANGE, tables)
+        rows = timeline(priced, opened=frozenset(range(pp)))["rows"]
+        reduces = {bar[0] == KINDS.index("reduce") for row in rows for bar in row["bars"]}
+        shown[pp, dp, zero] = max(priced.reductions_s) > 0, True in reduces
+    assert shown == {(2, 1, 0): (False, False), (1, 2, 0): (True, True), (1, 2, 3): (False, False)}
 
 
 def test_devices_of_several_stages_are_busy_idle_or_waiting_once():

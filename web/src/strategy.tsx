@@ -23,9 +23,9 @@ function reasons(v: Data): string[] {
   const modes = [...new Set(used.flatMap((l) => [...(l.activation_bytes ? packings(l) : []), ...(l.gradient_bytes ? [l.weight_gradients] : [])]))];
   return [
     ...(gap === null ? [] : [t(isTime ? "reasonGap" : "reasonLeast", { bound: text(least!), step: text(value), gap: percent(gap) })]),
-    t("reasonStages", { stages: v.stages.length, widths: runs(v.stages.map((s: Data) => s.width)) }),
+    v.stages.length === 1 ? t("reasonOneStage", { width: v.stages[0].width }) : t("reasonStages", { stages: v.stages.length, widths: runs(v.stages.map((s: Data) => s.width)) }),
     ...(uneven.length ? [t("reasonShares", { ranges: [...new Set(uneven.map((r) => r.join("–")))].slice(0, 8).join(", ") })] : []),
-    degrees.length ? t("reasonTensor", { tp: degrees.join(", ") }) : t(isTime ? "reasonNoTensor" : "reasonNoTensorOther"),
+    ...(v.devices.all === 1 ? [] : [degrees.length ? t("reasonTensor", { tp: degrees.join(", ") }) : t(isTime ? "reasonNoTensor" : "reasonNoTensorOther")]),
     ...(v.devices.used < v.devices.all ? [t(isTime ? "reasonIdle" : "reasonIdleOther", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
     ...(modes.length ? [t("reasonPacking", { modes: modes.map((mode) => (mode === "none" ? t("unpacked") : mode)).join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
     ...v.packings_inside.map((what: string) => t("reasonInside", { what })),
