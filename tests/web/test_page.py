@@ -1690,6 +1690,21 @@ def test_the_map_shows_what_a_plan_uses_and_all_on_demand(page, server):
     assert page.evaluate("document.activeElement.dataset.region") == "london"
 
 
+def test_a_window_of_the_timeline_is_told_as_finely_as_it_is(page, server, wide_plan):
+    """Of a thousandth of a step both ends are named, which three digits would give one name."""
+    visit(page, server, wide_plan)
+    canvas = page.locator("[data-chart=gantt] canvas")
+    ends = lambda: re.search(r": (.*) – (.*)$", canvas.get_attribute("aria-label")).groups()  # noqa: E731
+    assert ends()[0] == "0\u00a0s"
+    step_s = server.request("POST", f"/api/v1/plans/{wide_plan}/view", {})[2]["estimate"]["step_s"]
+    for _ in range(10):
+        before = ends()
+        canvas.press("+")
+        expect(canvas).not_to_have_attribute("aria-label", re.compile(re.escape(" – ".join(before)) + "$"))
+    low, high = (float(text.removesuffix("\u00a0s")) for text in ends())
+    assert high - low == pytest.approx(step_s / 2**10, rel=0.05)
+
+
 def test_timeline_opens_stages_zooms_and_shows_a_measured_trace(page, server, wide_plan, tmp_path):
     """A row a stage, or a worker; the keys zoom; a trace opens beside the prediction; what is none is said."""
     visit(page, server, wide_plan)

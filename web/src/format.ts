@@ -35,6 +35,13 @@ export const seconds = (value: number): string => scaled(value, SECONDS, three);
 export const bytes = (value: number): string => scaled(value, BYTES, (v) => (Math.abs(value) < 1e3 ? String(Math.round(v)) : three(v)));
 // The same without trailing zeros, for axes.
 export const roundSeconds = (value: number): string => scaled(value, SECONDS, digits);
+/** A moment of a step as an axis names it whose marks lie so far apart: with as many digits as tell them apart. */
+export function secondsTo(value: number, apart: number): string {
+  return scaled(value, SECONDS, (v) => {
+    const places = Math.max(0, Math.ceil(-Math.log10((apart * v) / value) - 1e-9));
+    return places === 0 ? whole(v) : String(Number(v.toFixed(Math.min(places, 9))));
+  });
+}
 export const roundBytes = (value: number): string => scaled(value, BYTES, digits);
 const WATT_HOURS = [["MWh", 3.6e9], ["kWh", 3.6e6], ["Wh", 3.6e3], ["mWh", 3.6]] as const;
 /** Of joules. */

@@ -5,7 +5,7 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { download, get, patiently, post, type Data } from "./api";
 import { dark, ink, kindColors, regionColor } from "./colors";
-import { percent, roundSeconds, seconds } from "./format";
+import { percent, seconds, secondsTo } from "./format";
 import { attempt, changes, lit, openRun, planId, pointed, shown } from "./state";
 import { maybe, t } from "./strings";
 import { Menu, Skeleton, Table, Upload } from "./ui";
@@ -139,7 +139,7 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
       <ul class="gantt-labels" style={{ width: `${Math.min(LABEL, innerWidth * 0.36)}px` }}>{rows.map((r, i) => (
         <RowLabel key={`${r.stage} ${r.worker}`} r={r} first={i === 0 || rows[i - 1].stage !== r.stage} opened={opened.includes(r.stage)} toggle={toggle} busy={r.busy_s / ends} color={index.has(r.region) ? regionColor(index.get(r.region)!) : undefined} />))}</ul>
       <div class="gantt-place" ref={place}>
-        <canvas ref={canvas} style={{ width: `${width}px`, height: `${height}px` }} tabIndex={0} role="img" aria-label={`${label}: ${seconds(now.from)} – ${seconds(now.to)}`} aria-description={t("ganttHint")} onKeyDown={key}
+        <canvas ref={canvas} style={{ width: `${width}px`, height: `${height}px` }} tabIndex={0} role="img" aria-label={`${label}: ${[now.from, now.to].map((s) => secondsTo(s, (now.to - now.from) / 100)).join(" – ")}`} aria-description={t("ganttHint")} onKeyDown={key}
           onPointerMove={hover} onPointerLeave={() => { setTip(null); pointed.value = {}; }}
           onPointerDown={(e) => { drag.current = { x: e.clientX, from: now.from, to: now.to }; canvas.current!.setPointerCapture(e.pointerId); }}
           onPointerUp={() => (drag.current = null)} onDblClick={(e) => zoom(0.25, e.offsetX / width)} />
@@ -231,7 +231,7 @@ function drawn(width: number, height: number, rows: Data[], kinds: string[], now
     pen.moveTo(at, height - AXIS);
     pen.lineTo(at, height - AXIS + 4);
     pen.stroke();
-    if (at < width - 36) pen.fillText(roundSeconds(Number(s.toPrecision(6))), at + 3, height - 6);
+    if (at < width - 36) pen.fillText(secondsTo(s, every), at + 3, height - 6);
   }
   return canvas;
 }
