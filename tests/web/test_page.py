@@ -2067,8 +2067,36 @@ def test_links_that_a_file_leaves_out_are_filled_in_and_marked(fresh):
     fresh.locator("#upload-cluster").set_input_files(
         opened | {"buffer": UNLINKED.replace("longitude: 140, ", "").encode()}
     )
-    expect(fresh.get_by_role("alert")).to_contain_text("every region has latitude and longitude")
+    expect(fresh.get_by_role("alert")).to_contain_text("between those with latitude and longitude")
     expect(fresh.locator(".notice.on")).to_have_count(0)  # once it was there long enough to be read
+
+
+def test_links_that_nobody_gave_are_ordered_by_what_goes_both_ways(fresh):
+    """What goes one way alone counts, whichever way that is."""
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#by-hand").click()
+    for place in ("Tokyo", "London", "Seoul"):
+        fresh.locator("[data-path=place]").select_option(place)
+    ask_little(fresh)
+    fresh.locator("#calculate").click()
+    fresh.locator("[data-card=step]").wait_for()
+
+    def one_way(route):
+        told = route.fetch().json()
+        sent = {("tokyo", "seoul"): 9, ("seoul", "tokyo"): 0}
+        links = [
+            link | {"activation_bytes": sent.get((link["source"], link["target"]), 1), "gradient_bytes": 0}
+            for link in told["links"]
+        ]
+        route.fulfill(json=told | {"links": links})
+
+    fresh.route(re.compile("/view"), one_way)
+    fresh.route("**/assumed", lambda route: route.fulfill(json=[]))
+    fresh.reload()
+    fresh.locator("#drawer-assumed").click()
+    told = fresh.locator("#assumed-between b")
+    expect(told).to_have_count(3)
+    expect(told.first).to_have_text("tokyo – seoul")
 
 
 def test_a_region_has_links_once_it_has_a_place(fresh, server):
@@ -2223,6 +2251,7 @@ def test_what_breaks_a_limit_is_said_wherever_it_is_tried_kept_or_opened(page, s
     expect(row).to_have_count(1)
     row.get_by_role("button").click()
     expect(page.locator("#broken")).to_have_text(f"This breaks what is asked: {why}.")
+    expect(page.locator("#controls .error")).to_contain_text(why)  # where the drawer covers what is above the figures
     page.locator("#keep").click()
     page.wait_for_function("before => !location.hash.includes(before)", arg=wide_plan)
     expect(page.locator("#broken")).to_contain_text(why)

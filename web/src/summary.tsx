@@ -166,12 +166,14 @@ export function Opening(): JSX.Element | null {
   const to = jobs.value?.find((j: Data) => j.id === planId.value);
   return isOpening && late ? <p class="opening" role="status" id="opening">{to ? t("openingOf", { name: called(to, jobs.value) }) : t("opening")}</p> : null;
 }
-/** What the plan breaks of what is asked, be it with what is tried or as it was kept or opened. */
-export function Broken(): JSX.Element | null {
-  const v = shown.value;
-  if (!v || loading.value) return null; // as the banner
+/** What the plan breaks of what is asked, be it with what is tried or as it was kept or opened; empty: nothing. */
+export function broken(v: Data): string {
   const said: string[] = [...v.broken, ...(v.over_memory > 0 ? [t("overMemory", { n: ofMemory(v.over_memory) })] : [])];
-  return said.length ? <p class="error broken" id="broken">{t("broken", { what: said.join(t("semicolon")) })}</p> : null;
+  return said.length ? t("broken", { what: said.join(t("semicolon")) }) : "";
+}
+export function Broken(): JSX.Element | null {
+  const said = shown.value && !loading.value ? broken(shown.value) : ""; // as the banner
+  return said ? <p class="error broken" id="broken">{said}</p> : null;
 }
 export function Banner(): JSX.Element | null {
   const v = shown.value, p = planned.value;

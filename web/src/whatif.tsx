@@ -2,11 +2,11 @@
 
 import type { JSX } from "preact";
 import type { Data } from "./api";
-import { digits, ofMemory, seconds } from "./format";
+import { digits, seconds } from "./format";
 import { useKept } from "./kept";
 import * as controls from "../../polygon/web/controls.json";
 import { changes, planId, planned, setChanges, shown, tried, tryOut } from "./state";
-import { comesOut } from "./summary";
+import { broken, comesOut } from "./summary";
 import { maybe, t, type Key } from "./strings";
 
 type Sliding = "bandwidth_factor" | "latency_factor" | "streams" | "accumulation" | "prefetch" | "local_steps" | "chunk_mb" | "overlap" | "price_factor";
@@ -56,7 +56,7 @@ export function WhatIf(): JSX.Element {
     <div id="controls" class="controls">
       <p class="soft">{t("whatifHint")}</p>
       <p class="comes-out">{tried.value ? <><b>{comesOut()}</b> <button type="button" class="link" onClick={() => setChanges({})}>{t("reset")}</button></> : <span class="soft">{t("step")} {seconds(p.estimate.step_s)}</span>}</p>
-      {shown.value.over_memory > 0 && <p class="error" role="alert">{t("overMemory", { n: ofMemory(shown.value.over_memory) })}</p>}
+      {broken(shown.value) && <p class="error" role="alert">{broken(shown.value)}</p>}
       <h3>{t("links")}</h3>
       {slide("bwFactor", "bandwidth_factor", times)}
       {slide("latFactor", "latency_factor", times)}
