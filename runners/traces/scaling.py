@@ -112,9 +112,9 @@ def scaling(base: Path, other: Path) -> Scaling:
     require(one == two, f"{other}: model", two, f"{one}, as in {base}")
     plans = [folder / "plan.json" for folder in (base, other)]
     if all(plan.exists() for plan in plans):  # where a name says too little, as of own models
-        one, two = (asdict(read_plan(plan).problem.model) for plan in plans)
-        for field, value in one.items():
-            require(two[field] == value, f"{other}: model.{field}", two[field], f"{value}, as in {base}")
+        shape, theirs = (asdict(read_plan(plan).problem.model) for plan in plans)
+        for field, value in shape.items():
+            require(theirs[field] == value, f"{other}: model.{field}", theirs[field], f"{value}, as in {base}")
     return result
 
 
