@@ -318,8 +318,7 @@ def _device(row: Mapping[str, Any]) -> Device:
     factor = float(changes.get("flops_factor", 1.0))
     memory = changes.get("memory_bandwidth_gigabytes_per_s")
     return replace(
-        device,
-        flops={precision: value * factor for precision, value in device.flops.items()},
+        device.at_clock(factor),
         memory_bytes_per_s=device.memory_bytes_per_s if memory is None else float(memory) * 1e9,
     )
 

@@ -216,6 +216,7 @@ def _silicon(
     element_bytes: int,
     efficiency: Efficiency,
     vector_peak: float,
+    clock: float,
     grouped: bool,
 ) -> Silicon:
     eight_bit = EIGHT_BIT_GEMM if element_bytes == 1 else 1.0
@@ -228,7 +229,7 @@ def _silicon(
         peak_flops=peak,
         # Data sheets of many devices give no count of multiprocessors; the rate of one is its architecture's.
         memory_bytes_per_s=bytes_per_s,
-        multiprocessors=max(1.0, round(peak_16 / efficiency.flops_per_multiprocessor)),
+        multiprocessors=max(1.0, round(peak_16 / (clock * efficiency.flops_per_multiprocessor))),
         element_bytes=max(element_bytes, 2),
         operand_bytes=element_bytes,
         efficiency=efficiency,
@@ -259,6 +260,7 @@ def silicon(device: Device, precision: str) -> Silicon:
         BYTES_PER_ELEMENT[precision],
         efficiency_of(device),
         device.flops["fp32"],
+        device.clock,
         precision == "bf16" and architecture_of(device) in GROUPED_PRODUCTS,
     )
     if len(_seen) > 1000:

@@ -44,6 +44,8 @@ class Device:
     """What it reaches of the above; None: what its architecture does."""
     link: Link | None = None
     """What joins two devices of one node where the node does not say; None: nobody said."""
+    clock: float = 1.0
+    """Of its multiprocessors, beside that which their architecture's rates are of: the peaks are at this clock."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "device.name", self.name, "a name")
@@ -51,6 +53,7 @@ class Device:
         require_number(self.memory_bytes_per_s, "memory_bytes_per_s", above=0)
         require_number(self.power_w, "power_w", at_least=0)
         require_number(self.price_usd_per_hour, "price_usd_per_hour", at_least=0)
+        require_number(self.clock, "clock", above=0)
         require("fp32" in self.flops, "flops", sorted(self.flops), "at least the key fp32")
         for precision, value in self.flops.items():
             require(precision in PRECISIONS, "flops", precision, " or ".join(PRECISIONS))
@@ -60,6 +63,11 @@ class Device:
     def is_cpu(self) -> bool:
         """Whether it is a processor: it needs no host to launch its kernels, and communicates without NCCL."""
         return self.architecture in CPU_ARCHITECTURES
+
+    def at_clock(self, factor: float) -> Device:
+        """The same chip at another clock: its peaks change, how many multiprocessors it has does not."""
+        flops = {precision: value * factor for precision, value in self.flops.items()}
+        return replace(self, flops=flops, clock=self.clock * factor)
 
     def peak_flops(self, precision: str) -> float:
         """Dense peak [FLOP/s]; fp8 that a device does not have is what the runtime uses there, and the 16-bit format

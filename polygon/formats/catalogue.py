@@ -60,6 +60,7 @@ def device_from_spec(name: str, spec: DeviceSpec) -> Device:
         source=spec.source,
         efficiency=None if spec.efficiency is None else _efficiency(spec.efficiency),
         link=_link_of_device(spec),
+        clock=spec.clock,
     )
 
 

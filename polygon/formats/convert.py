@@ -284,6 +284,8 @@ def _device_data(device: Device) -> dict[str, Any]:
         "architecture": device.architecture,
         "source": device.source,
     }
+    if device.clock != 1.0:
+        data["clock"] = device.clock
     if device.link is not None and catalogue.has_own_link(device):
         data["link"] = _link_data(device.link)
     if device.efficiency is not None:

@@ -164,6 +164,8 @@ class DeviceSpec(Strict):
     price_usd_per_hour: NotNegative = 0.0
     link: LinkSpec | None = None
     """What usually joins two devices of one node."""
+    clock: Positive = 1.0
+    """Of the chip, beside the one that its architecture's rates are of: which part of the peaks is due to it."""
     architecture: str = ""
     source: str = ""
     efficiency: EfficiencySpec | None = None  # type: ignore[valid-type]

@@ -388,8 +388,7 @@ def _between_regions(quality: Quality) -> Change:
 def _faster(device: str) -> Change:
     def change(cluster: Cluster, factor: float) -> Cluster:
         old = cluster.catalogue[device]
-        flops = {precision: value * factor for precision, value in old.flops.items()}
-        new = replace(old, flops=flops, memory_bytes_per_s=old.memory_bytes_per_s * factor)
+        new = replace(old.at_clock(factor), memory_bytes_per_s=old.memory_bytes_per_s * factor)
         return replace(cluster, catalogue={**cluster.catalogue, device: new})
 
     return change

@@ -18,7 +18,7 @@ from polygon.cost.compute import (
     model_flops_per_step,
     update_s,
 )
-from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY, LAUNCH_S, attention_s, delta_rule_s, silicon
+from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY, LAUNCH_S, attention_s, delta_rule_s, gemm_s, silicon
 from polygon.cost.memory import layer_memory
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
 from polygon.cost.tables import CostTables
@@ -41,6 +41,21 @@ A100 = Device(
     architecture="Ampere",
 )
 NVLINK = Link(latency_s=2e-6, bytes_per_s=300e9)
+
+
+@given(
+    shape=st.tuples(*[st.integers(1, 20_000)] * 3),
+    name=st.sampled_from(["h200", "h100-sxm", "a100-80gb", "t4", "mi300x", "b200"]),
+    factor=st.floats(0.5, 2.0),
+)
+@settings(max_examples=cases(200), deadline=None)
+def test_another_clock_changes_no_more_than_itself(shape, name, factor):
+    """The chip has its multiprocessors at any clock: with as much more bandwidth all but the launch is in proportion."""
+    device = catalogue.device(name)
+    other = replace(device.at_clock(factor), memory_bytes_per_s=device.memory_bytes_per_s * factor)
+    before, after = (gemm_s(silicon(one, "fp16"), *shape) for one in (device, other))
+    launch = silicon(device, "fp16").efficiency.launch_s
+    assert after - launch == pytest.approx((before - launch) / factor, rel=1e-9)
 
 
 def gpt(blocks: int = 4, hidden: int = 1024, **changes: object) -> Model:

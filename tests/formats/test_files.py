@@ -352,7 +352,8 @@ name: own
 description: bought second-hand
 source: the seller's list
 devices:
-  mine: {memory_gib: 24, tflops: {fp32: 30, bf16: 120}, memory_bandwidth_gb_per_s: 900, power_w: 300, link: nvlink4}
+  mine: {memory_gib: 24, tflops: {fp32: 30, bf16: 120}, memory_bandwidth_gb_per_s: 900, power_w: 300, link: nvlink4,
+    clock: 1.1}
   plain: {memory_gib: 24, tflops: {fp32: 30, bf16: 120}, memory_bandwidth_gb_per_s: 900, power_w: 300}
 regions:
 - name: a
@@ -371,6 +372,7 @@ def test_the_link_of_an_own_device_is_given_and_stays(tmp_path):
         mine, plain = cluster.regions[0].node_groups
         assert mine.intra_node == cluster.catalogue["mine"].link == catalogue.link("nvlink4")
         assert plain.intra_node == catalogue.link("pcie3-x16") and cluster.catalogue["plain"].link is None
+        assert (cluster.catalogue["mine"].clock, cluster.catalogue["plain"].clock) == (1.1, 1.0)
         assert cluster.defaults == ("a.intra_region", "a.nodes[1].intra_node")
         assert (cluster.description, cluster.source) == ("bought second-hand", "the seller's list")
     again = parse_yaml(written.read_text("utf-8"))
