@@ -610,7 +610,9 @@ def _field(schema: type[BaseModel], key: str) -> FieldInfo:
 
 
 def _expected(annotation: Any, metadata: Sequence[Any]) -> str | Message:
-    """What a field allows, in words."""
+    """What a field allows, in words: those that stand beside its type, if any."""
+    if said := next((words for words in metadata if isinstance(words, str)), None):
+        return said
     if get_origin(annotation) is Literal:
         return " or ".join(repr(value) for value in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -19,6 +19,7 @@ from polygon.formats import files
 from polygon.planning.checker import violations
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+NAME_IN_WORDS = "letters a-z, digits and '-', at most 40"
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,120}")
 MOST_DEPLOYMENTS = 200
 OWNER = "@"
@@ -56,7 +57,7 @@ def write_deployment(root: Path, name: str, texts: Mapping[str, str], *, replace
         Where it is there, unless it is to be replaced.
     """
     if not NAME.fullmatch(name):
-        raise fault("name", name, "letters a-z, digits and '-', at most 40")
+        raise fault("name", name, NAME_IN_WORDS)
     folder = root / name
     if folder.is_symlink():
         raise fault("name", Message("found.link", name=name), "a folder or nothing")

@@ -33,6 +33,8 @@ from polygon.web import responses
 from polygon.web.ahead import Ahead
 from polygon.web.answers import Answers
 from polygon.web.deploy import (
+    NAME,
+    NAME_IN_WORDS,
     TakenError,
     check_folder,
     check_free,
@@ -55,7 +57,7 @@ from polygon.web.store import Store
 
 Target = Literal["deepspeed", "megatron", "torchtitan", "torchrun", "slurm", "kubernetes", "skypilot", "tc"]
 assert set(TARGETS) == set(Target.__args__)  # type: ignore[attr-defined]
-DeployName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+DeployName = Annotated[str, Field(pattern=f"^{NAME.pattern}$"), NAME_IN_WORDS]
 MOST_PLANS = 8
 """Plans kept ready to be exported or kept as variants."""
 MOST_ANSWERS = 1000
