@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -49,6 +49,24 @@ def test_kept_tables_answer_like_fresh_ones(case, changes):
     for other in ({}, changes, {}):
         fresh = price(problem, plan, Changes.model_validate(other), CostTables(problem))
         assert changed(case, **other).estimate == fresh.estimate
+
+
+def test_links_of_a_view_are_between_regions_in_use(case):
+    """Both ways of every two: of those that the plan leaves out nothing can go over a link."""
+    problem, plan, _ = case
+    used = {problem.cluster.regions[problem.cluster.pools[p].region].name for p in plan.devices_of_pools}
+    more = tuple(replace(region, name=f"idle-{i}") for i, region in enumerate(problem.cluster.regions))
+    n = 2 * len(more)
+    cluster = replace(
+        problem.cluster,
+        regions=(*problem.cluster.regions, *more),
+        latency_s=np.full((n, n), 0.01),
+        bytes_per_s=np.full((n, n), 1e9),
+        capacity_bytes_per_s=np.full((n, n), np.inf),
+    )
+    for one in (problem, replace(problem, cluster=cluster)):
+        links = view(price(one, plan, NO_CHANGE, CostTables(one)), bound=False)["links"]
+        assert {(link["source"], link["target"]) for link in links} == set(permutations(used, 2)) and len(used) > 1
 
 
 def test_formulas_have_no_time_that_rounding_has_left(case):
