@@ -1186,13 +1186,18 @@ def test_a_model_of_one_s_own_may_be_called_as_one_of_the_catalogue(fresh, serve
     elsewhere.context.close()
 
 
+def add_places(page, *places):
+    """Regions of a cluster built by hand."""
+    page.locator("#fold-cluster").click()
+    page.locator("#by-hand").click()
+    for place in places:
+        page.locator("[data-path=place]").select_option(place)
+    expect(page.locator("#yaml")).to_have_value(re.compile(f"name: {places[-1].lower()}"))
+
+
 def test_a_number_of_a_link_that_is_none_is_told_at_its_field(fresh, server):
     """Seen from either region; by the names of the regions; and the file beside the fields says that it is older."""
-    fresh.locator("#fold-cluster").click()
-    fresh.locator("#by-hand").click()
-    for place in ("Tokyo", "Seoul", "London"):
-        fresh.locator("[data-path=place]").select_option(place)
-    expect(fresh.locator("#yaml")).to_have_value(re.compile("name: london"))
+    add_places(fresh, "Tokyo", "Seoul", "London")
     fresh.locator("#region-tab-1").click()
     fill(fresh, "cluster.bandwidth_gbps[1][0]", "1,600")
     field = fresh.locator("[data-path='cluster.bandwidth_gbps[1][0]']")
@@ -1211,11 +1216,7 @@ def test_a_number_of_a_link_that_is_none_is_told_at_its_field(fresh, server):
 
 def test_a_link_with_a_fault_is_brought_up_from_any_region(fresh, server):
     """As a region with a fault is: a file typed or undone may have it anywhere."""
-    fresh.locator("#fold-cluster").click()
-    fresh.locator("#by-hand").click()
-    for place in ("Tokyo", "Seoul", "London"):
-        fresh.locator("[data-path=place]").select_option(place)
-    expect(fresh.locator("#yaml")).to_have_value(re.compile("name: london"))
+    add_places(fresh, "Tokyo", "Seoul", "London")
     fresh.locator("#region-tab-0").click()
     fill(fresh, "cluster.latency_ms[0][1]", "x")
     expect(fresh.locator("#cluster-error")).to_contain_text("tokyo → seoul")
@@ -2073,10 +2074,7 @@ def test_links_that_a_file_leaves_out_are_filled_in_and_marked(fresh):
 
 def test_links_that_nobody_gave_are_ordered_by_what_goes_both_ways(fresh):
     """What goes one way alone counts, whichever way that is."""
-    fresh.locator("#fold-cluster").click()
-    fresh.locator("#by-hand").click()
-    for place in ("Tokyo", "London", "Seoul"):
-        fresh.locator("[data-path=place]").select_option(place)
+    add_places(fresh, "Tokyo", "London", "Seoul")
     ask_little(fresh)
     fresh.locator("#calculate").click()
     fresh.locator("[data-card=step]").wait_for()
