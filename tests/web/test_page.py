@@ -6,6 +6,7 @@ import re
 import shutil
 import zipfile
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -2082,10 +2083,12 @@ def test_links_that_nobody_gave_are_ordered_by_what_goes_both_ways(fresh):
     def one_way(route):
         told = route.fetch().json()
         sent = {("tokyo", "seoul"): 9, ("seoul", "tokyo"): 0}
+        shown = {"distance_km": 1.0, "latency_ms": 1.0, "bandwidth_gbps": 1.0, "busy": 0.1, "streams": 1}
+        shown |= dict.fromkeys(("activations", "activation_gradients", "weight_gradients"), "none")
         links = [
-            link | {"activation_bytes": sent.get((link["source"], link["target"]), 1), "gradient_bytes": 0}
-            for link in told["links"]
-        ]
+            shown | {"source": a, "target": b, "activation_bytes": sent.get((a, b), 1), "gradient_bytes": 0}
+            for a, b in permutations(("tokyo", "london", "seoul"), 2)
+        ]  # whatever the plan uses
         route.fulfill(json=told | {"links": links})
 
     fresh.route(re.compile("/view"), one_way)
