@@ -236,7 +236,7 @@ class Candidates(SearchProblem[Allocation]):
         used = sorted(set(self.space.pool[rows.any(axis=0)].tolist()))
         for tp in sorted(set(self.space.units[np.isin(self.space.pool, used)].tolist())):
             workers = self.compact(at_degree(rows, self.space, used, tp)) * unit
-            for size in self.sizes[max(0, at - 1) : at + 2]:
+            for size in self.sizes[max(0, at - 1) : at + 2] if workers.any() else ():
                 yield replace(x, workers=workers, micro_batch_size=size)
 
     def exchanged(self, x: Allocation) -> Iterator[Allocation]:
@@ -253,12 +253,14 @@ class Candidates(SearchProblem[Allocation]):
             without = np.where(pool == p, 0, rows)
             leaving = rows - without
             part, tp = leaving.sum(axis=1) / leaving.sum(), int(self.space.units[leaving.any(axis=0)].max())
-            changes = [without]
+            if without.any():
+                yield x.with_workers(self.compact(without) * x.unit)
             for c in np.flatnonzero(np.isin(pool, idle) & (self.space.units == tp)):
                 for others in (without, rows):
-                    changes.append(others.copy())
-                    changes[-1][:, c] = np.minimum(part * (devices[pool[c]] // tp), most - others.sum(axis=1))
-            yield from (x.with_workers(self.compact(changed) * x.unit) for changed in changes)
+                    changed, room = others.copy(), np.maximum(most - others.sum(axis=1), 0)
+                    changed[:, c] = np.minimum(part * (devices[pool[c]] // tp), room)
+                    if changed.any():
+                        yield x.with_workers(self.compact(changed) * x.unit)
 
     def _small_step(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
         """A random move of some workers among the stages that there are, and at times a new one somewhere.

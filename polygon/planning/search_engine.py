@@ -490,14 +490,16 @@ def _explore(
         if not went_on:
             return made, True, nearest
     try:
-        return made + (_settle(candidates, clock) if candidates.space.classes > MOST_LISTED else 0), False, nearest
+        if candidates.space.classes > MOST_LISTED:
+            made += _settle(candidates, MOST_CELLS // candidates.space.classes, clock)
     except KeyboardInterrupt:
         return made, True, nearest
+    return made, False, nearest
 
 
-def _settle(candidates: Candidates, clock: Clock) -> int:
+def _settle(candidates: Candidates, most: int, clock: Clock) -> int:
     """Take the best structures to other degrees and micro-batch sizes while that helps, and the best of all to other
-    pools; how many were valued.
+    pools; how many were valued, so many at most.
 
     It is for clusters of very many classes, of which no search looks at all neighbours of an allocation.
     """
@@ -506,14 +508,14 @@ def _settle(candidates: Candidates, clock: Clock) -> int:
     def descend(x: Allocation, ways: Callable[[Allocation], Iterator[Allocation]]) -> Allocation:
         """Where steps end that are the best of all."""
         nonlocal valued
-        best = candidates.evaluate(x)
-        while clock.left_s(0.65) > 0:
-            near = [y for y in ways(x) if y.workers.any()]
-            values = [candidates.evaluate(y) for y in near]
-            valued += len(values)
-            if min(values, default=math.inf) >= best:
-                break
-            best, x = min(values), near[int(np.argmin(values))]
+        best, at = candidates.evaluate(x), None
+        while x is not at and clock.left_s(0.65) > 0:
+            at = x
+            for y in itertools.islice(ways(at), most - valued):
+                value = candidates.evaluate(y)
+                valued += 1
+                if value < best:
+                    best, x = value, y
         return x
 
     for x in candidates.different[:DESCENTS]:

@@ -578,7 +578,8 @@ def test_of_very_many_classes_the_best_is_taken_to_other_degrees_and_pools():
     workers[0, candidates.decoder.classes.index((1, 2))] = 1
     start = Allocation(workers=workers, micro_batch_size=1)
     first = candidates.evaluate(start)
-    valued = engine._settle(candidates, Clock())
+    assert engine._settle(candidates.copy(), 7, Clock()) == 7
+    valued = engine._settle(candidates, 1000, Clock())
     best = candidates.elite[0]
     least = candidates.decoder.value(best)
     assert valued > 20 and least < first / 2
