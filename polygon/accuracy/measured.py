@@ -200,8 +200,7 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
             require_number(row[key], key, above=0)
     row = _Asked(in_our_fields(row), asked.names)
     for key in WHOLE:
-        value = row.get(key) or 1
-        require(isinstance(value, int | float) and value >= 1 and value % 1 == 0, key, value, "a whole number >= 1")
+        _require_whole(row.get(key) or 1, key, 1)
     runtime = runtime or row_runtime(row)
     degrees: dict[str, Any] = {key: int(row.get(key) or 1) for key in ("tp", "pp", "cp", "ep")}
     gpus = int(row["gpu_count"])
@@ -220,7 +219,7 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
         zero=int(row.get("zero_stage") or 0),
         shards=int(row.get("zero_shard_ranks") or 0),
         recompute=row["recompute"],
-        recompute_blocks=_whole_or_none(row, "recompute_blocks"),
+        recompute_blocks=_recomputed(row),
         sequence_parallel=bool(row.get("sequence_parallel")),
         stage_layers=tuple(row.get("stage_layers") or ()),
     )
@@ -254,12 +253,18 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
     return replace(found, misspelt=misspelt(asked, asked.names))
 
 
-def _whole_or_none(row: Mapping[str, Any], key: str) -> int | None:
-    """A count that may be 0; None where the row does not say it."""
-    value = row.get(key)
+def _require_whole(value: Any, key: str, least: int) -> None:
+    """Require a whole number, written as one or as `8.0`."""
+    fits = isinstance(value, int | float) and value >= least and value % 1 == 0
+    require(fits, key, value, "a whole number >= 1" if least else "a whole number >= 0")
+
+
+def _recomputed(row: Mapping[str, Any]) -> int | None:
+    """How many blocks are recomputed, which may be none; None where the row does not say it."""
+    value = row.get("recompute_blocks")
     if value is None:
         return None
-    require(isinstance(value, int | float) and value >= 0 and value % 1 == 0, key, value, "a whole number >= 0")
+    _require_whole(value, "recompute_blocks", 0)
     return int(value)
 
 

@@ -69,6 +69,10 @@ class Device:
         flops = {precision: value * factor for precision, value in self.flops.items()}
         return replace(self, flops=flops, clock=self.clock * factor)
 
+    def at_speed(self, factor: float) -> Device:
+        """Another clock, and memory that keeps up with it."""
+        return replace(self.at_clock(factor), memory_bytes_per_s=self.memory_bytes_per_s * factor)
+
     def peak_flops(self, precision: str) -> float:
         """Dense peak [FLOP/s]; fp8 that a device does not have is what the runtime uses there, and the 16-bit format
         that nobody gives is as fast as the other."""

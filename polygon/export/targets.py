@@ -62,8 +62,8 @@ def export(
     require_whole(problem, plan)
     if target in OTHER_PROGRAMS:
         require(problem.batch.optimizer in ("adamw", "sgd"), "batch.optimizer", problem.batch.optimizer, "adamw or sgd")
-        kept = problem.batch.state_precision
-        require(kept == "fp32", "batch.state_precision", kept, "fp32")
+    kept = problem.batch.state_precision
+    require(kept == "fp32" or target not in (*OTHER_PROGRAMS, *OUR_RANKS), "batch.state_precision", kept, "fp32")
     if target in OUR_RANKS and not is_ours(problem.runtime):
         expected = Message("expected.our_runtime", targets=OTHER_PROGRAMS)
         raise fault("problem.runtime", Phrase(problem.runtime.name), expected)

@@ -387,9 +387,7 @@ def _between_regions(quality: Quality) -> Change:
 
 def _faster(device: str) -> Change:
     def change(cluster: Cluster, factor: float) -> Cluster:
-        old = cluster.catalogue[device]
-        new = replace(old.at_clock(factor), memory_bytes_per_s=old.memory_bytes_per_s * factor)
-        return replace(cluster, catalogue={**cluster.catalogue, device: new})
+        return replace(cluster, catalogue={**cluster.catalogue, device: cluster.catalogue[device].at_speed(factor)})
 
     return change
 

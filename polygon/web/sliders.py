@@ -211,8 +211,7 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
     devices = dict(cluster.catalogue)
     for name, factor in changes.device_factors.items():
         require(name in devices, "device_factors", name, one_of(name, devices))
-        bytes_per_s = devices[name].memory_bytes_per_s * factor
-        devices[name] = replace(devices[name].at_clock(factor), memory_bytes_per_s=bytes_per_s)
+        devices[name] = devices[name].at_speed(factor)
     dearer = tuple(
         replace(
             region,

@@ -1,6 +1,7 @@
 """Muon and Adafactor under plans are torch's own in one process, whatever holds parts of a matrix."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -153,7 +154,8 @@ def test_what_cannot_be_run_or_exported_is_refused():
     with pytest.raises(InputError, match=r"batch.optimizer: found .?muon.?, expected adamw or sgd"):
         export(problem, plan, "megatron")
     narrow = replace(problem.batch, optimizer="adamw", precision="bf16", state_precision="bf16")
-    for refuse in (check_runnable, lambda problem, plan: export(problem, plan, "megatron")):
+    exports = [partial(export, target=target) for target in ("megatron", "torchrun", "slurm")]
+    for refuse in (check_runnable, *exports):
         with pytest.raises(InputError, match=r"batch.state_precision: found .?bf16.?, expected fp32"):
             refuse(replace(problem, batch=narrow), plan)
     problem, plan = with_optimizer(routed_problem(1), "adafactor")
