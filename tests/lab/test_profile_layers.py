@@ -68,7 +68,9 @@ def test_profile_holds_every_kind_size_and_degree(model_file, tmp_path):
         assert rows[kind, 4, 1]["activation_bytes"] == pytest.approx(4 * rows[kind, 1, 1]["activation_bytes"], rel=0.02)
     assert rows["block", 1, 2]["activation_bytes"] < rows["block", 1, 1]["activation_bytes"]
     read = kind_profile(profile)
-    assert read.hidden_size == 32 and read.points["block", 2][0].forward_s[0] == rows["block", 1, 2]["forward_s"]
+    # None is read as slower than a larger micro-batch was: on a busy machine the smaller one may be.
+    forward_s = min(rows["block", size, 2]["forward_s"] for size in (1, 4))
+    assert read.hidden_size == 32 and read.points["block", 2][0].forward_s[0] == forward_s
 
 
 def test_a_pause_lies_before_every_pass_and_not_in_its_time(model_file, tmp_path, monkeypatch):
