@@ -61,7 +61,8 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Clust
     assumed: list[str] = []
     regions = tuple(_region(region, f"regions[{i}]", own, used, assumed) for i, region in enumerate(spec.regions))
     latency_s, bytes_per_s, capacity, said = _matrices(spec, names)
-    told = [name for name in spec.defaults if name not in _given(regions, used, latency_s, bytes_per_s)]
+    given = _given(regions, used, latency_s, bytes_per_s) if spec.defaults else set()
+    told = [name for name in spec.defaults if name not in given]
     filled = default_links.fill(regions, latency_s, bytes_per_s, said)
     assumed += [link_between(names[a], names[b]) for a, b in filled]
     _check_connected(names, bytes_per_s)

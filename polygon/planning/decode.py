@@ -142,6 +142,7 @@ class Decoder:
         """Context- and expert-parallel degrees that the search may choose."""
         self.columns: dict[int, list[tuple[int, int]]] = {}
         """The classes of every pool, and their tensor-parallel degrees."""
+        self.widest_class = lru_cache(maxsize=None)(self._widest_class)
         for c, (pool, tp) in enumerate(self.classes):
             self.columns.setdefault(pool, []).append((c, tp))
         if self.classes:
@@ -157,7 +158,7 @@ class Decoder:
             known = self.tables.fluid_values.get(of, tensor_limit)
             self._values = self.tables.fluid_values.put({}, of, tensor_limit) if known is None else known
 
-    def widest_class(self, pool: int, most: int) -> tuple[int, int] | None:
+    def _widest_class(self, pool: int, most: int) -> tuple[int, int] | None:
         """The class of a pool with the largest tensor-parallel degree up to `most`, and this degree; None if none."""
         return max((pair for pair in self.columns.get(pool, ()) if pair[1] <= most), key=lambda p: p[1], default=None)
 

@@ -240,13 +240,10 @@ def spread_region(
     tp: int,
     rows: int,
     width: int | None = None,
-    *,
-    alike: bool = False,
 ) -> np.ndarray | None:
     """Every pool spread evenly over all stages, at the given degree or the largest below it that its nodes allow.
 
-    `width` takes no more than so many workers of each pool for each stage; `alike` leaves workers idle that would make
-    one stage wider than another.
+    `width` takes no more than so many workers of each pool for each stage.
     """
     x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
     first = 0
@@ -258,8 +255,6 @@ def spread_region(
         count = decoder.problem.cluster.pools[p].devices // t
         if width is not None:
             count = min(count, width * stages)
-        if alike:
-            count -= count % stages
         x[:stages, c] = even_parts(count, stages, first)
         first = (first + count) % stages
     return x if x[:stages].any(axis=1).all() else None
@@ -342,24 +337,21 @@ def replicated_starts(
         The least value of other starts.
     """
     region_of = decoder.tables.links.region[[p for p, _ in decoder.classes]]
-    memory = {p: float(decoder.tables.limit_bytes[p]) for p in decoder.columns}
-    levels = sorted(set(memory.values()))
+    levels = sorted({float(decoder.tables.limit_bytes[p]) for p in decoder.columns})
+    of_degree = {tp: _widest_columns(decoder, tp) for tp in sorted({t for _, t in decoder.classes})}
     best: dict[int, tuple[float, Allocation]] = {}
-    for stages, tp in itertools.product(STAGE_COUNTS, sorted({t for _, t in decoder.classes})):
+    for stages, (columns, memory, most) in itertools.product(STAGE_COUNTS, of_degree.values()):
         for least in levels if stages <= rows else ():
-            large: dict[int, list[int]] = {}
-            for p in decoder.columns:
-                if memory[p] >= least:
-                    large.setdefault(int(decoder.tables.links.region[p]), []).append(p)
             before, own = None, math.inf
             for width in (1, 2, 4, 8):
-                parts = [spread_region(decoder, m, stages, tp, rows, width, alike=True) for m in large.values()]
-                workers = sum(part for part in parts if part is not None)
-                if isinstance(workers, int) or (workers == before).all() or seconds_left() <= 0:
+                # Workers that would make one stage wider than another are idle.
+                each = np.where(memory >= least, np.minimum(most // stages, width), 0)
+                if not each.any() or (before is not None and (each == before).all()) or seconds_left() <= 0:
                     break
                 if FARTHEST * known < own < math.inf:
                     break
-                before = workers
+                before, workers = each, np.zeros((rows, len(decoder.classes)), dtype=np.int64)
+                workers[:stages, columns] = each
                 for size in sizes:
                     x = Allocation(workers=workers, micro_batch_size=size)
                     value = value_of(x)
@@ -380,6 +372,19 @@ def replicated_starts(
                     value, x = less, fewer
         result.append(x)
     return result
+
+
+def _widest_columns(decoder: Decoder, tp: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every pool that has workers of the degree, or of the largest below it that its nodes allow: their class, the
+    memory of a device [bytes], and how many there are."""
+    pools, limit_bytes = decoder.problem.cluster.pools, decoder.tables.limit_bytes
+    found = [
+        (widest[0], float(limit_bytes[p]), pools[p].devices // widest[1])
+        for p in decoder.columns
+        if (widest := decoder.widest_class(p, tp)) is not None
+    ]
+    columns, memory, most = zip(*found, strict=True)
+    return np.array(columns), np.array(memory), np.array(most)
 
 
 def closed_starts(decoder: Decoder, starts: Iterable[Allocation]) -> Iterator[Allocation]:

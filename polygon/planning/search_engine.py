@@ -614,8 +614,10 @@ class _Begun:
 
     looked_at: int
     tried: list[Allocation]
-    uniform: list[_Draft]
+    value_s: float
+    """The best, by the fluid objective."""
     interrupted: bool
+    uniform: Sequence[_Draft] = ()
 
 
 def _begin_once(
@@ -629,20 +631,30 @@ def _begin_once(
     *,
     uniform: bool = True,
 ) -> tuple[_Begun, Candidates]:
-    """`_begin`, once for all searches of a problem that begin alike, with uniform splits or without: there is no chance
-    in it, unless time ends it."""
-    most_rows = min(effort.fluid_evaluations, CYCLE) // 3 if uniform else 0
-    if begins_with:
-        candidates = Candidates(decoder, most_stages(decoder.problem))
-        return _begin(decoder, candidates, groups, known, most_rows, clock, tell, begins_with), candidates
-    of = (decoder.problem, decoder.objective, groups, *known)
-    found: tuple[_Begun, Candidates] | None = decoder.tables.begun.get(of, most_rows)
+    """`_begin`, and the best of so many uniform splits exactly, in half of the time: once for all searches of a problem
+    that begin alike, as there is no chance in it, unless time ends it."""
+    of, lasting = (decoder.problem, decoder.objective, groups, *known), math.isinf(effort.time_limit_s)
+    found: tuple[_Begun, Candidates, dict[int, list[_Draft]]] | None
+    found = None if begins_with else decoder.tables.begun.get(of)
     if found is None:
         candidates = Candidates(decoder, most_stages(decoder.problem))
-        found = _begin(decoder, candidates, groups, known, most_rows, clock, tell), candidates
-        if not found[0].interrupted and math.isinf(effort.time_limit_s):
-            decoder.tables.begun.put(found, of, most_rows)
-    return found[0], found[1].copy()
+        found = _begin(decoder, candidates, groups, known, clock, tell, begins_with), candidates, {}
+        if not begins_with and not found[0].interrupted and lasting:
+            decoder.tables.begun.put(found, of)
+    begun, candidates, splits = found
+    most_rows = min(effort.fluid_evaluations, CYCLE) // 3
+    if uniform and most_rows and not begun.interrupted:
+        begun = replace(begun, uniform=splits.get(most_rows, ()))
+        if most_rows not in splits:
+            rows, left_s = candidates.space.groups, partial(clock.left_s, 0.5)
+            try:
+                best = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=left_s, known=begun.value_s)[:2]
+                begun = replace(begun, uniform=best)
+                if lasting:
+                    splits[most_rows] = best
+            except KeyboardInterrupt:
+                begun = replace(begun, interrupted=True)
+    return begun, candidates.copy()
 
 
 def _begin(
@@ -650,16 +662,13 @@ def _begin(
     candidates: Candidates,
     groups: Groups | None,
     known: Sequence[Allocation],
-    most_rows: int,
     clock: Clock,
     tell: Tell | None = None,
     begins_with: Sequence[Allocation] = (),
 ) -> _Begun:
-    """Value the simple starts, or what it `begins_with`, by the fluid objective, and the best of so many uniform splits
-    exactly, in half of the time."""
+    """Value the simple starts, or what it `begins_with`, by the fluid objective."""
     interrupted = False
     ranked: list[tuple[float, int]] = []
-    uniform: list[_Draft] = []
     starts = [*known, *begins_with]
     rows = candidates.space.groups
     degrees, valued, best = candidates.degrees, 0, math.inf
@@ -737,15 +746,11 @@ def _begin(
             decoder, [starts[i] for value, i in sorted(ranked)[:MOST_CLOSED] if math.isfinite(value)]
         )
         rank(plain)
-        if most_rows:
-            uniform = uniform_starts(
-                decoder, rows, most_rows=most_rows, seconds_left=lambda: clock.left_s(0.5), known=best
-            )[:2]
     except KeyboardInterrupt:
         interrupted = True
     # A large cluster's are gigabytes: they are needed to say why none of them is a plan.
     tried = [] if candidates.elite else starts
-    return _Begun(looked_at=len(ranked), tried=tried, uniform=uniform, interrupted=interrupted)
+    return _Begun(looked_at=len(ranked), tried=tried, value_s=best, interrupted=interrupted)
 
 
 def _draft(

@@ -32,6 +32,7 @@ from tests.drawn_problems import larger_problems
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 from tests.nightly import cases
 
+begin = engine._begin
 FAST = Effort(fluid_evaluations=300, exact_evaluations=12, patience=150)
 LONGER = Effort(fluid_evaluations=2_000, exact_evaluations=40, patience=500)
 """Where how good a plan is counts."""
@@ -368,6 +369,23 @@ def test_many_cycles_begin_by_themselves_and_end_in_the_best_regions(monkeypatch
     assert joined & (ends[0] - before)
 
 
+def test_starts_are_valued_once_for_searches_of_unlike_effort(monkeypatch):
+    """Only how many uniform splits are priced depends on it; each search goes on from starts of its own."""
+    valued = []
+    monkeypatch.setattr(engine, "_begin", lambda *a: valued.append(0) or begin(*a))
+    problem = Problem(cluster=cluster_of([[(TYPES[0], 2, 4)]]), model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
+    decoder = Decoder(problem)
+    found = [engine._begin_once(decoder, None, [], x, Clock(math.inf), None) for x in (FAST, LONGER, FAST)]
+    assert len(valued) == 1
+    for (begun, candidates), effort in zip(found, (FAST, LONGER, FAST), strict=True):
+        alone, own = engine._begin_once(Decoder(problem), None, [], effort, Clock(math.inf), None)
+        assert [value for value, _, _ in begun.uniform] == [value for value, _, _ in alone.uniform] != []
+        assert [x.key for x in candidates.elite] == [x.key for x in own.elite]
+    assert found[0][1] is not found[2][1]
+    engine._begin_once(decoder, None, [], replace(FAST, time_limit_s=60), Clock(60), None)
+    assert len(valued) == 1 + 3
+
+
 def test_whoever_stops_a_search_in_parts_keeps_the_plan_so_far():
     """Before the first of them, and before the next."""
     problem, told = larger_problems(7)[1]["region"], []
@@ -487,7 +505,7 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
     candidates = Counted(decoder, 4)
     effort = Effort(fluid_evaluations=evaluations, patience=evaluations)
     clock = Clock()
-    begun = engine._begin(decoder, candidates, None, [], 0, clock)
+    begun = engine._begin(decoder, candidates, None, [], clock)
     taken, *_ = engine._explore(candidates, np.random.default_rng(0), effort, begun, clock, None)
     cycles = {19_999: 2, 24_000: 3}.get(evaluations, 1)
     each = evaluations // cycles
@@ -551,7 +569,7 @@ def test_starts_much_slower_than_the_best_are_not_looked_at_further(far_in_a_row
 
     starts = [start(1), start(2), start(2, size=2), start(3), start(3, size=2), start(4), start(4, size=2)]
     starts += [start(10 * i + 2) for i in range(1, far_in_a_row + 1)] + [start(13), start(21)]
-    begun = engine._begin(decoder, candidates, None, [], 0, clock, begins_with=starts)
+    begun = engine._begin(decoder, candidates, None, [], clock, begins_with=starts)
     first = [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2)]
     again = [(10 * i + 2, 1) for i in range(1, far_in_a_row + 1)]
     assert met == first + again + ([(13, 1), (21, 1)] if looked_at else [])
@@ -598,7 +616,7 @@ def test_few_devices_are_looked_at_until_nothing_is_new():
     for most in (2_000, math.inf):
         decoder = Decoder(problem)
         candidates = Candidates(decoder, most_stages(problem))
-        begun = engine._begin(decoder, candidates, None, [], 0, Clock())
+        begun = engine._begin(decoder, candidates, None, [], Clock())
         candidates.old_in_a_row = 10_000  # starts that were alike are none of it
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "NothingNew", partial(NothingNew, most=most))
