@@ -12,7 +12,7 @@ import numpy as np
 
 from polygon.api.comparison import Comparison
 from polygon.api.html import html_table
-from polygon.bounds.gap import estimate_data
+from polygon.bounds.gap import Bounds, estimate_data
 from polygon.bounds.lower_bound import LowerBound
 from polygon.cost.calibration import Calibration
 from polygon.cost.convergence import assumptions as loss_assumptions
@@ -109,6 +109,11 @@ class Plan:
     def bound(self) -> LowerBound:
         """What no plan can beat: as a search with a time limit left it, else worked out when it is asked for."""
         return self.bound_in_time or self.problem.bound()
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """The same, and what no plan can beat in money and energy."""
+        return Bounds.of(self.problem.tables, self.bound)
 
     def evaluate(self) -> Estimate:
         """Predict one step: time by term, memory by worker, traffic by link, money and energy.
@@ -268,7 +273,7 @@ class Plan:
             priced, more = self.evaluate().to_dict(), {}
         else:
             limited = self.limits()
-            priced = estimate_data(self.evaluate(), self.bound)
+            priced = estimate_data(self.evaluate(), self.bounds)
             more = {
                 "assumed": [asdict(assumption) for assumption in self.assumptions()],
                 "limited_by": limited.said,
@@ -280,7 +285,7 @@ class Plan:
 
     def describe(self) -> str:
         """Stages, speed, memory, traffic, bound and what limits the plan, for people."""
-        text = describe_plan(self.problem.data, self.data, self.evaluate(), self.bound, self.limits().said)
+        text = describe_plan(self.problem.data, self.data, self.evaluate(), self.bounds, self.limits().said)
         assumed = self.assumptions()
         return text + describe_assumptions(assumed, cut_short=self._assumptions[max(self._assumptions)].cut_short)
 

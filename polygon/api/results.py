@@ -9,7 +9,6 @@ from typing import NamedTuple
 from polygon.api.choices import Objective, Status
 from polygon.api.html import html_table
 from polygon.api.plans import Plan
-from polygon.bounds.gap import gap
 from polygon.bounds.lower_bound import LowerBound
 from polygon.cost.estimate import Estimate
 from polygon.cost.money import Bill
@@ -94,12 +93,16 @@ class Result:
         rows = [["status", self.status]]
         if self.plan is None:
             return html_table("Result", ["", ""], [*rows, ["reason", str(self.reason)]])
-        rows += [["step", seconds(self.plan.evaluate().step_s)]]
-        if self.bound is not None and self.gap is not None:
-            rows += [["no plan is faster than", seconds(self.bound.seconds)], ["above that", f"{self.gap:.1%}"]]
+        step_s, least_s = self.plan.evaluate().step_s, self.plan.bound.seconds
+        rows += [["step", seconds(step_s)], ["no plan is faster than", seconds(least_s)]]
+        if self.gap is not None and not math.isnan(self.gap):
+            rows += [[f"above what no plan can beat in {self.objective}", f"{self.gap:.1%}"]]
         return html_table("Result", ["", ""], rows) + self.plan._repr_html_()
 
     @property
     def gap(self) -> float | None:
-        """How far the step is above the bound, as a part of it; None without a plan."""
-        return None if self.estimate is None or self.bound is None else gap(self.estimate.step_s, self.bound)
+        """How far what was to be least (time, money or energy) is above what no plan can beat, as a part of that.
+
+        nan where money was to be least and devices are free. None without a plan.
+        """
+        return None if self.plan is None else self.plan.bounds.gap(self.plan.evaluate(), self.objective)

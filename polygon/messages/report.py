@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polygon.bounds.gap import gap
-from polygon.bounds.lower_bound import LowerBound
+from polygon.bounds.gap import Bounds
 from polygon.cost.convergence import assumptions, packings_inside
 from polygon.cost.estimate import Estimate
 from polygon.cost.money import TrainingRun
@@ -131,9 +130,9 @@ def describe_left_out(rows: Sequence[LeftOut]) -> str:
     return table(["left out", "region", "because"], cells)
 
 
-def describe_plan(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound, limited_by: Message) -> str:
-    """Stages, speed, memory, traffic, bound and what limits the plan."""
-    head = _headline(problem, plan, estimate, bound, limited_by)
+def describe_plan(problem: Problem, plan: Plan, estimate: Estimate, bounds: Bounds, limited_by: Message) -> str:
+    """Stages, speed, memory, traffic, bounds and what limits the plan."""
+    head = _headline(problem, plan, estimate, bounds, limited_by)
     parts = [table(STAGE_COLUMNS, stage_rows(problem, plan, estimate)), "", head]
     if plan.local_steps > 1:
         parts.append(f"local steps   regions meet every {plan.local_steps} steps; times and bytes are means per step")
@@ -252,19 +251,21 @@ def describe_runtime(runtime: str | Mapping[str, Any]) -> str:
     return f"runtime       {said['name']}{''.join(changed)}"
 
 
-def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound, limited_by: Message) -> str:
+def _headline(problem: Problem, plan: Plan, estimate: Estimate, bounds: Bounds, limited_by: Message) -> str:
     used, all_devices = plan.world_size, problem.cluster.devices
     least_s = ROUNDED * estimate.step_s
     terms = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.terms.items() if value > least_s)
-    bounds = ", ".join(f"{name} {seconds(value)}" for name, value in bound.parts.items())
+    bound = bounds.step
+    relaxed = ", ".join(f"{name} {seconds(value)}" for name, value in bound.parts.items())
     lines = [
         describe_runtime(runtime_data(problem.runtime)),
         f"step          {seconds(estimate.step_s)} (90 %: {seconds(estimate.low_s)} to {seconds(estimate.high_s)})",
         f"              {terms}",
         f"compute from  {_sources(estimate.sources['compute'].split('+'))}",
         f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
-        f"bound         no plan is faster than {seconds(bound.seconds)} ({bounds}{CUT_SHORT * bound.cut_short}); "
-        f"gap {gap(estimate.step_s, bound):.0%}",
+        f"bound         no plan is faster than {seconds(bound.seconds)} ({relaxed}{CUT_SHORT * bound.cut_short}); "
+        f"gap {bounds.gap(estimate):.0%}",
+        f"              {_least(estimate, bounds)}",
         f"limited by    {limited_by}",
         f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",
         f"devices       {used} of {all_devices}" + (f" ({all_devices - used} left out)" if used < all_devices else ""),
@@ -274,6 +275,14 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBoun
         f"{written_out(estimate.energy_j / 3.6e6, 3)} kWh per step{_free(problem, plan)}",
     ]
     return "\n".join(lines)
+
+
+def _least(estimate: Estimate, bounds: Bounds) -> str:
+    """What no plan can beat in money and energy, and how far this one is above; nothing is above what is free."""
+    kwh = f"draws less than {written_out(bounds.energy_j / 3.6e6, 3)} kWh (gap {bounds.gap(estimate, 'energy'):.0%})"
+    if not bounds.usd:
+        return f"none {kwh}"
+    return f"none costs less than {written_out(bounds.usd, 3)} USD (gap {bounds.gap(estimate, 'money'):.0%}), or {kwh}"
 
 
 def _interleaved(plan: Plan) -> list[str]:

@@ -26,7 +26,8 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 from pydantic import Field
 
-from polygon.bounds.lower_bound import LowerBound, link_free_bound, lower_bound
+from polygon.bounds.gap import Bounds
+from polygon.bounds.lower_bound import link_free_bound, lower_bound
 from polygon.cost.collectives import double_tree_all_reduce_s
 from polygon.cost.estimate import Estimate, estimate
 from polygon.cost.stage_reduction import ReductionCost, group_packing, stage_reduction
@@ -125,9 +126,9 @@ class PricedChange:
     """Whole reduction of every stage, hidden part included."""
 
     @cached_property
-    def bound(self) -> LowerBound:
+    def bounds(self) -> Bounds:
         """What no plan can beat; worked out when it is asked for, as a timeline never does."""
-        return lower_bound(self.tables) if self.own else link_free_bound(self.tables)
+        return Bounds.of(self.tables, lower_bound(self.tables) if self.own else link_free_bound(self.tables))
 
     @cached_property
     def gradients(self) -> list[float]:

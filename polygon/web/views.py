@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from polygon.bounds.gap import bound_data, gap
-from polygon.bounds.price_bound import least_energy_j, least_usd
+from polygon.bounds.gap import bound_data
 from polygon.cost.convergence import assumptions, packings_inside
 from polygon.cost.estimate import Estimate
 from polygon.cost.step_times import StepTimes
@@ -47,7 +46,8 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "model": problem.model.name,
         "runtime": {"name": problem.runtime.name, "version": problem.runtime.version},
         "batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len},
-        "estimate": {name: getattr(result, name) for name in SHOWN} | (_bounds(priced) if bound else UNBOUND),
+        "estimate": {name: getattr(result, name) for name in SHOWN}
+        | (bound_data(result, priced.bounds) if bound else UNBOUND),
         "micro_batches": plan.micro_batches,
         "micro_batch_size": plan.micro_batch_size,
         "local_steps": plan.local_steps,
@@ -67,13 +67,6 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "bubble": float(result.terms["pipeline"] / result.step_s),
         "routes": _routes(plan, times),
     }
-
-
-def _bounds(priced: PricedChange) -> dict[str, object]:
-    """What no plan can beat in time, and in money and energy."""
-    tables, bound = priced.tables, priced.bound
-    least = {"least_usd": least_usd(tables, bound), "least_energy_j": least_energy_j(tables, bound)}
-    return bound_data(priced.estimate.step_s, bound) | least
 
 
 def _over_memory(priced: PricedChange) -> float:
@@ -295,8 +288,8 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
          f"{shown['total_s']:.4g} / {shown['compute_s']:.4g} = {shown['ratio']:.3g}"),
     ]  # fmt: skip
     if bound:
-        over = 100 * gap(result.step_s, priced.bound)
-        numbers = Message("numbers.bound", bound_s=priced.bound.seconds, gap_percent=over)
+        over = 100 * priced.bounds.gap(result)
+        numbers = Message("numbers.bound", bound_s=priced.bounds.step.seconds, gap_percent=over)
         rows.append(("bound", Message("formula.bound"), numbers))
     return [{"key": key, "formula": formula, "numbers": numbers} for key, formula, numbers in rows]
 

@@ -151,6 +151,29 @@ def test_effort_in_rounds_ends_at_the_gap_that_was_asked_for():
         problem.search(effort=0)
 
 
+@pytest.mark.parametrize("objective", ["money", "energy", "tokens-per-usd"])
+def test_a_gap_is_over_what_no_plan_can_beat_in_what_was_to_be_least(objective):
+    """Not in time, in which a cheap plan may be as slow as it likes; and so says the report."""
+    found = pair_problem().search(effort=SMALL, objective=objective)
+    bounds, priced = found.plan.bounds, found.estimate
+    least, value = (bounds.energy_j, priced.energy_j) if objective == "energy" else (bounds.usd, priced.cost_usd)
+    assert 0 <= found.gap == pytest.approx(value / least - 1)
+    assert (
+        f"none costs less than {bounds.usd:.3g} USD (gap {bounds.gap(priced, 'money'):.0%}), or"
+        in found.plan.describe()
+    )
+    assert f"{found.gap:.1%}" in found._repr_html_()
+
+
+def test_nothing_is_above_what_is_free():
+    """Own cards without a price: nan, and the report tells of energy alone."""
+    lab = {"regions": [{"name": "lab", "nodes": [NODE | {"price_usd_per_hour": 0}]}]}
+    problem = polygon.Problem(polygon.Cluster.from_dict(lab), "gpt2", polygon.Batch(global_batch=8, seq_len=128))
+    found = problem.search(effort=SMALL, objective="money")
+    assert math.isnan(found.gap) and "nan" not in found._repr_html_()
+    assert "              none draws less than" in found.plan.describe()
+
+
 def test_a_result_has_plan_estimate_bound_and_history(result):
     """bound <= step, the gap between them, and a history that only improves within a phase."""
     assert result.status == "feasible" and result.reason is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from polygon import Batch, Cluster, Plan, Problem
-from polygon.bounds.lower_bound import lower_bound
+from polygon.bounds.gap import Bounds
 from polygon.cost.money import TrainingRun
 from polygon.domain.message import Message
 from polygon.domain.plan import LinkUse
@@ -21,7 +21,7 @@ def test_what_rounding_has_left_of_a_term_is_not_told():
     problem = Problem(Cluster.from_dict(LAB), "gpt2", Batch(global_batch=4, seq_len=128))
     plan = Plan(problem, uniform_plan(problem.data, ParallelConfig(dp=2)))
     priced = replace(plan.evaluate(), terms={"compute": 0.05, "reduction": 7e-18, "update": 1e-5})
-    text = describe_plan(problem.data, plan.data, priced, lower_bound(problem.tables), NOTHING)
+    text = describe_plan(problem.data, plan.data, priced, Bounds.of(problem.tables), NOTHING)
     assert "compute 50.0 ms, update 10.0 µs\n" in text
 
 
@@ -32,7 +32,7 @@ def test_what_is_packed_inside_a_region_is_told():
     plain = uniform_plan(problem.data, ParallelConfig(dp=2))
     plan = Plan(problem, replace(plain, links=(LinkUse(source=0, target=0, activation_gradients="int8"),)))
     texts = [
-        describe_plan(problem.data, data, plan.evaluate(), lower_bound(problem.tables), NOTHING)
+        describe_plan(problem.data, data, plan.evaluate(), Bounds.of(problem.tables), NOTHING)
         for data in (plain, plan.data)
     ]
     assert "packing" not in texts[0] and "loss" not in texts[0]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon.bounds.lower_bound import lower_bound, lower_bound_s
+from polygon.bounds.gap import Bounds
+from polygon.bounds.lower_bound import lower_bound_s
 from polygon.cost.convergence import allowed, assumptions
 from polygon.cost.estimate import estimate, worker_memory
 from polygon.cost.step_times import step_times
@@ -258,8 +259,8 @@ def test_the_search_answers_the_tolerance_and_says_what_it_assumes():
     assert safe.plan.local_steps == 1 < known.plan.local_steps
     assert known.value_s < 0.9 * safe.value_s
     tables = CostTables(at(problem, "known"))
-    priced, bound, limited = estimate(tables.problem, known.plan, tables), lower_bound(tables), Message("limits.none")
-    text = describe_plan(tables.problem, known.plan, priced, bound, limited)
+    priced, bounds, limited = estimate(tables.problem, known.plan, tables), Bounds.of(tables), Message("limits.none")
+    text = describe_plan(tables.problem, known.plan, priced, bounds, limited)
     assumed = assumptions(tables.problem, known.plan)
     assert [line.kind for line in assumed].count("loss.equal_tokens") == 1 and len(assumed) > 1
     assert all(str(line) in text for line in assumed)
