@@ -132,12 +132,25 @@ class PricedChange:
 
     @cached_property
     def gradients(self) -> list[float]:
-        """Weight gradients that a worker of each stage holds (all its tensor-parallel ranks together)."""
+        """Weight gradients that a worker of each stage holds (all its tensor-parallel ranks together) and sums with the
+        others of its stage."""
         plan, tables = self.plan, self.tables
+        apart = self.problem.model.tied_values if self.problem.runtime.tied_once and len(plan.stages) > 1 else 0
         return [
             max(held_parameters(plan, tables, s, tp) * tp for tp in {worker.tp for worker in stage.workers})
+            - (apart if s in (0, len(plan.stages) - 1) else 0)
             for s, stage in enumerate(plan.stages)
         ]
+
+    @property
+    def tied(self) -> tuple[int, int, int]:
+        """Groups in which workers of first and last stage sum the gradient of a weight that both hold (all at once, or
+        pairs after their stages have), workers of each, and the steps after which they do."""
+        first, last = (self.plan.stages[s].width for s in (0, -1))
+        if not self.problem.model.tied_values or len(self.plan.stages) == 1:
+            return 0, 1, 1
+        every = self.plan.local_steps if self.times.tied.outer_s else 1
+        return (1, first + last, every) if self.problem.runtime.tied_once else (min(first, last), 2, every)
 
 
 def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> PricedChange:

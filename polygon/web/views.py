@@ -223,9 +223,11 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
     passed = messages.link >= 0
     transfer_s = float(np.bincount(messages.link[passed], weights=messages.hold_s[passed]).max(initial=0.0))
     reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s + times.norm_s + weights_s(times)
-    gradient_bytes = 0.0
+    groups, each, every = priced.tied
+    values = 2 * groups * (each - 1) * problem.model.tied_values / every
     for stage, n in zip(plan.stages, priced.gradients, strict=True):
-        gradient_bytes += 2 * (stage.width - 1) * n * problem.batch.gradient_bytes / plan.local_steps
+        values += 2 * (stage.width - 1) * n / plan.local_steps
+    gradient_bytes = values * problem.batch.gradient_bytes
     exposed_s = result.terms["transfer"] + result.terms["reduction"]
     # What is waited for may be more: peers, and sums that the runtime spreads over its computing.
     total_s = max(transfer_s + reduction_s, exposed_s)
@@ -262,6 +264,8 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
     # Stages that reduce alike stand once, with their number.
     alike = Counter((stage.width - 1, n) for stage, n in zip(plan.stages, priced.gradients, strict=True))
     reduced = " + ".join(f"{n} × 2 × {w} × {p:,.0f}" for (w, p), n in alike.items() if w)
+    groups, each, every = priced.tied
+    tied = f" + {groups} × 2 × {each - 1} × {problem.model.tied_values:,} / {every}" if groups else ""
     values = boundary_values(problem.model, batch, plan.micro_batch_size)
     # What is left of a difference of sums is no time.
     terms = {name: s if s > ROUNDED * result.step_s else 0.0 for name, s in result.terms.items()}
@@ -275,7 +279,7 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
             unpacked=size(2 * plan.micro_batches * (len(plan.stages) - 1) * values * batch.element_bytes),
             packed=size(times.messages.total_bytes))),
         ("dp_bytes", Message("formula.dp_bytes"),
-         f"({reduced or 0}) × {batch.gradient_bytes} B / {plan.local_steps} = {size(shown['dp_bytes'])}"),
+         f"(({reduced or 0}) / {plan.local_steps}{tied}) × {batch.gradient_bytes} B = {size(shown['dp_bytes'])}"),
         ("tp_bytes", Message("formula.tp_bytes"), size(shown["tp_bytes"])),
         ("dp_s", Message("formula.dp_s"), Message(
             "numbers.dp_s_within" if shown["dp_within"] else "numbers.dp_s",

@@ -12,8 +12,11 @@ from polygon.cost.estimate import estimate
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
+from polygon.messages.report import size
 from polygon.web.sliders import NO_CHANGE, Changes, flat_s, price
 from polygon.web.timeline import KINDS, timeline
 from polygon.web.views import advice, front, sensitivities, traffic, view
@@ -76,6 +79,22 @@ def test_formulas_have_no_time_that_rounding_has_left(case):
     priced = replace(priced, estimate=replace(priced.estimate, terms=terms, tokens_per_s=165358.4))
     said = {row["key"]: str(row["numbers"]) for row in view(priced, bound=False)["formulas"]}
     assert " pipeline 0 + " in said["step"] and said["tokens"].endswith(" = 165,358/s")
+
+
+@pytest.mark.parametrize("dp", [1, 4])
+def test_what_tied_embeddings_send_is_in_the_volume_of_their_time(dp):
+    """Two stages of which both hold the weight: no stage of one worker has a sum of its own, the weight has; its values
+    are summed once, by all who hold it."""
+    nodes = [{"device": "a100-40gb", "count": 2, "devices_per_node": 4}]
+    cluster = Cluster.from_dict({"regions": [{"name": "a", "nodes": nodes}]}).data
+    problem = Problem(cluster=cluster, model=catalogue.model("gpt2"), batch=Batch(global_batch=16, seq_len=512))
+    priced = price(problem, uniform_plan(problem, ParallelConfig(dp=dp, pp=2)), Changes())
+    shown, model, each = traffic(priced), problem.model, problem.batch.gradient_bytes
+    assert priced.times.tied_s > 0 and shown["dp_s"] >= priced.times.tied_s
+    own = model.parameters - model.tied_values  # beside what the head holds once more
+    assert shown["dp_bytes"] == 2 * each * ((dp - 1) * own + (2 * dp - 1) * model.tied_values)
+    [said] = [str(row["numbers"]) for row in view(priced, bound=False)["formulas"] if row["key"] == "dp_bytes"]
+    assert f" + 1 × 2 × {2 * dp - 1} × {model.tied_values:,} / 1) × {each} B = {size(shown['dp_bytes'])}" in said
 
 
 def test_the_reduction_of_the_step_is_explained_by_its_parts():
@@ -193,7 +212,7 @@ def test_without_overlap_the_whole_reduction_follows_the_backward(case):
     """Overlap 1 is the plan; with 0 every stage reduces for all of its time after its last backward; never faster."""
     before, after = changed(case), changed(case, overlap=0.0)
     assert after.reductions_s == before.reductions_s
-    assert after.bound == before.bound
+    assert after.bounds == before.bounds
     assert after.estimate.step_s > before.estimate.step_s
     assert changed(case, overlap=0.5).estimate.step_s <= after.estimate.step_s
     for s, whole_s in enumerate(after.reductions_s):
@@ -361,7 +380,7 @@ def test_faster_devices_compute_in_less_time(case):
     (name,) = {pool.device.name for pool in problem.cluster.pools}
     before, after = changed(case), changed(case, device_factors={name: 2.0})
     assert after.estimate.terms["compute"] < 0.7 * before.estimate.terms["compute"]
-    assert after.bound.seconds < before.bound.seconds
+    assert after.bounds.step.seconds < before.bounds.step.seconds
     with pytest.raises(InputError, match="device_factors: found 'abacus'"):
         changed(case, device_factors={"abacus": 2.0})
 
