@@ -265,7 +265,7 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bounds: Bounds, 
         f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
         f"bound         no plan is faster than {seconds(bound.seconds)} ({relaxed}{CUT_SHORT * bound.cut_short}); "
         f"gap {bounds.gap(estimate):.0%}",
-        f"              {_least(estimate, bounds)}",
+        *_least(estimate, bounds),
         f"limited by    {limited_by}",
         f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",
         f"devices       {used} of {all_devices}" + (f" ({all_devices - used} left out)" if used < all_devices else ""),
@@ -277,12 +277,15 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bounds: Bounds, 
     return "\n".join(lines)
 
 
-def _least(estimate: Estimate, bounds: Bounds) -> str:
+def _least(estimate: Estimate, bounds: Bounds) -> list[str]:
     """What no plan can beat in money and energy, and how far this one is above; nothing is above what is free."""
-    kwh = f"draws less than {written_out(bounds.energy_j / 3.6e6, 3)} kWh (gap {bounds.gap(estimate, 'energy'):.0%})"
-    if not bounds.usd:
-        return f"none {kwh}"
-    return f"none costs less than {written_out(bounds.usd, 3)} USD (gap {bounds.gap(estimate, 'money'):.0%}), or {kwh}"
+    said = [
+        f"{does} less than {written_out(least, 3)} {unit} (gap {bounds.gap(estimate, objective):.0%})"
+        for does, least, unit, objective in (
+            ("costs", bounds.usd, "USD", "money"), ("draws", bounds.energy_j / 3.6e6, "kWh", "energy")
+        ) if least > 0
+    ]  # fmt: skip
+    return [f"{'':13s} none {', or '.join(said)}"] if said else []
 
 
 def _interleaved(plan: Plan) -> list[str]:
@@ -299,10 +302,14 @@ def _sources(names: list[str]) -> str:
 
 
 def _free(problem: Problem, plan: Plan) -> str:
-    """Device types that the plan uses and that count as free, because they are or because nobody said their price."""
+    """Device types that the plan uses and that count as free, because they are or because nobody said their price, or
+    as drawing nothing, because their maker does not say what they draw."""
     pools = [problem.cluster.pools[worker.pool] for worker in plan.workers]
-    names = sorted({pool.device.name for pool in pools if not pool.price_usd_per_hour})
-    return f"; {', '.join(names)} at 0 USD an hour" if names else ""
+    free = {pool.device.name for pool in pools if not pool.price_usd_per_hour}
+    idle = {pool.device.name for pool in pools if not pool.device.power_w}
+    return "".join(
+        f"; {', '.join(sorted(names))} at {what}" for names, what in ((free, "0 USD an hour"), (idle, "0 W")) if names
+    )
 
 
 def _packing(problem: Problem, plan: Plan, source: str, target: str) -> str:

@@ -172,6 +172,10 @@ def test_nothing_is_above_what_is_free():
     found = problem.search(effort=SMALL, objective="money")
     assert math.isnan(found.gap) and "nan" not in found._repr_html_()
     assert "              none draws less than" in found.plan.describe()
+    tpus = {"regions": [{"name": "lab", "nodes": [{"device": "tpu-v5e", "count": 1, "devices_per_node": 4}]}]}
+    problem = polygon.Problem(polygon.Cluster.from_dict(tpus), "gpt2", polygon.Batch(global_batch=8, seq_len=128))
+    text = problem.search(effort=SMALL, objective="energy").plan.describe()
+    assert "; tpu-v5e at 0 USD an hour; tpu-v5e at 0 W\n" in text and "none " not in text
 
 
 def test_a_result_has_plan_estimate_bound_and_history(result):
