@@ -196,7 +196,9 @@ class Lanes:
             sent_s, latency_s = sent_s[:, slowest], latency_s[:, slowest]
             waits_s = np.zeros((2, len(plan.stages)))
             if waited_s is not None:
-                waits_s = waiting_s(waited_s[:, slowest], apart=problem.runtime.exchanges_apart)
+                waits_s = waiting_s(
+                    waited_s[:, slowest], apart=problem.runtime.exchanges_apart, interleaved=config.chunks > 1
+                )
             made_s = received_s(plan, self.tables, place)
             waits_s = waits_s if made_s is None else waits_s + made_s[:, place.offset]
             if not problem.runtime.p2p_overlap:

@@ -219,25 +219,38 @@ def seen_s(messages: Messages, runtime: Runtime) -> np.ndarray | None:
     return found
 
 
-def waiting_s(sent_s: np.ndarray, *, apart: bool) -> np.ndarray:
-    """Seconds in which every stage only sends and receives a micro-batch.
+def waiting_s(sent_s: np.ndarray, *, apart: bool, interleaved: bool) -> np.ndarray:
+    """Seconds in which every stage only sends and receives, in forward [0] and in backward [1] of a micro-batch.
 
-    It sends one way while it receives from the other side, so that the longer of the two counts; if they are `apart`,
-    both do.
+    In 1F1B a stage sends an activation down while the gradient of an earlier micro-batch comes up from there, computes
+    that backward, and sends its gradient up while the next activation comes down: one exchange with the stage behind
+    it, one with the stage before it, each as long as the longer of its two messages. Where devices hold several stages
+    (`interleaved`), all four messages go at once and share the device's card: the longer of a forward's two and the
+    longer of a backward's. If exchanges are `apart`, every message is waited for.
 
     Parameters
     ----------
-    sent_s : ndarray, shape (..., stages - 1)
-        Of the message between each stage and the next, in one direction.
+    sent_s : ndarray, shape (2, ..., stages - 1)
+        Of the messages between each stage and the next, down [0] and up [1].
 
     Returns
     -------
-    ndarray, shape (..., stages)
+    ndarray, shape (2, ..., stages)
+
+    References
+    ----------
+    Megatron-LM, `forward_backward_pipelining_without_interleaving` and `..._with_interleaving`; torch's `Schedule1F1B`
+    has the same two exchanges.
     """
     # The first stage has nobody before it, the last nobody behind it.
     none = np.zeros((*sent_s.shape[:-1], 1))
     below, above = np.concatenate([sent_s, none], axis=-1), np.concatenate([none, sent_s], axis=-1)
-    found: np.ndarray = below + above if apart else np.maximum(below, above)
+    if apart:
+        found: np.ndarray = below + above
+    elif interleaved:
+        found = np.maximum(below, above)
+    else:
+        found = np.stack([below.max(axis=0), above.max(axis=0)])
     return found
 
 
@@ -506,7 +519,8 @@ def _traffic(plan: Plan, tables: CostTables, place: Placement) -> Traffic:
     messages = price_messages(plan, problem.model, problem.batch, links, place, runtime, in_step=uniform)
     sent_s, waits_s = seen_s(messages, runtime), None
     if sent_s is not None:
-        waits_s = blocked_s(waiting_s(sent_s, apart=runtime.exchanges_apart), routes, len(place.stage))
+        waited_s = waiting_s(sent_s, apart=runtime.exchanges_apart, interleaved=plan.chunks > 1)
+        waits_s = blocked_s(waited_s, routes, len(place.stage))
     made_s = received_s(plan, tables, place)
     if made_s is not None:
         waits_s = made_s if waits_s is None else waits_s + made_s

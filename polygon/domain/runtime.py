@@ -186,7 +186,7 @@ class Runtime:
     stand still. 0: they never do."""
     exchanges_apart: bool = False
     """Whether the messages for which a stage does not compute follow one another (DeepSpeed's instructions); else it
-    sends one way while it receives from the other side (Megatron-LM's batched sends and receives)."""
+    exchanges both ways at once with a neighbour, or with both (Megatron-LM's batched sends and receives)."""
     host_buffer_bytes_per_s: float = 0.0
     """Rate at which the host makes the buffer of every message that a stage receives, in 32 bits, and copies it to the
     device, which stands still for it. 0: the device has such buffers."""

@@ -422,11 +422,11 @@ def test_interleaving_shortens_the_bubble_by_the_number_of_chunks():
 
 @pytest.mark.parametrize("split", [{"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 8, "dp": 2, "tp": 2}, {"pp": 2, "chunks": 2}])
 def test_a_lane_waits_as_its_plan_does_where_messages_follow_one_another(split: dict[str, int]):
-    """The same step for lane and plan, no shorter than where stages send one way while they receive from the other."""
+    """The same step for lane and plan, longer than where stages send one way while they receive from the other."""
     config, steps = ParallelConfig(**{"dp": 4, **split}), []
     for apart in (False, True):
         asked = problem(nodes=4, node_bytes_per_s=25e9, runtime=replace(MEGATRON, exchanges_apart=apart))
         steps.append(lane(asked, config).step_s)
         tables = CostTables(asked)
         assert step_times(uniform_plan(asked, config), tables).step_s == pytest.approx(steps[-1], rel=1e-9)
-    assert steps[0] < steps[1] if config.stages > 2 else steps[0] == steps[1]
+    assert steps[0] < steps[1]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from polygon.cost.estimate import estimate
 from polygon.cost.network import gather_s, group_of
 from polygon.cost.reduction import copies_s
+from polygon.cost.simulation import plain_step_s
 from polygon.cost.step_times import seen_s, step_times, waiting_s
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import codec_s, packed_bytes
@@ -382,14 +383,77 @@ def test_what_is_the_tensor_itself_is_not_packed():
         assert fed_back_s > pack_s and same_s == unpack_s
 
 
-@given(sent_s=st.lists(st.floats(0, 10), min_size=1, max_size=6))
+WAYS = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=6).map(
+    lambda pairs: [list(way) for way in zip(*pairs, strict=True)]
+)
+
+
+@given(sent_s=WAYS)
 def test_messages_that_follow_one_another_are_waited_for_one_by_one(sent_s):
     """A stage with one neighbour waits for its one message either way; one with two for the longer, or for both."""
-    both, longer = (waiting_s(np.array(sent_s), apart=apart) for apart in (True, False))
-    assert np.isclose(both.sum(), 2 * sum(sent_s))
-    assert both[0] == longer[0] == sent_s[0] and both[-1] == longer[-1] == sent_s[-1]
+    both, longer = (waiting_s(np.array(sent_s), apart=apart, interleaved=True) for apart in (True, False))
+    assert np.isclose(both.sum(), 2 * sum(map(sum, sent_s)))
+    for way in range(2):
+        assert both[way, 0] == longer[way, 0] == sent_s[way][0] and both[way, -1] == longer[way, -1] == sent_s[way][-1]
+        assert longer[way, 1:-1].tolist() == [max(pair) for pair in pairwise(sent_s[way])]
     assert (longer <= both).all() and (both <= 2 * longer).all()
-    assert longer[1:-1].tolist() == [max(pair) for pair in pairwise(sent_s)]
+
+
+@given(sent_s=WAYS)
+def test_in_1f1b_a_stage_exchanges_once_with_each_neighbour(sent_s):
+    """Per micro-batch: with the next behind its forward, with the one before behind its backward, both ways at once."""
+    found = waiting_s(np.array(sent_s), apart=False, interleaved=False)
+    exchange_s = [max(down_s, up_s) for down_s, up_s in zip(*sent_s, strict=True)]
+    assert found[0].tolist() == [*exchange_s, 0.0] and found[1].tolist() == [0.0, *exchange_s]
+
+
+def blocking_1f1b_s(forward_s, backward_s, sent_s, micro_batches):
+    """When the last of some stages ends that send and receive as Megatron-LM's pipelines do: who comes to an exchange
+    waits for the other side, and both go on when the longer of its messages is there."""
+    stages = len(forward_s)
+    meetings = {}  # by both sides: what each of them exchanges, in turn
+    scripts = []
+    for s in range(stages):
+        warm = min(stages - 1 - s, micro_batches)
+        steps = []
+        for _ in range(warm):
+            steps += [("up", 1), ("F", 0), ("down", 1)]
+        rest = micro_batches - warm
+        if rest:
+            steps.append(("up", 1))
+        for i in range(rest):
+            steps += [("F", 0), ("down", 2), ("B", 0), ("up", 2 if i + 1 < rest else 1)]
+        for _ in range(warm):
+            steps += [("down", 1), ("B", 0), ("up", 1)]
+        scripts.append(steps)
+    clock, at = [0.0] * stages, [0] * stages
+    while any(a < len(script) for a, script in zip(at, scripts, strict=True)):
+        for s in range(stages):
+            while at[s] < len(scripts[s]):
+                what = scripts[s][at[s]][0]
+                if what in "FB":
+                    clock[s] += forward_s[s] if what == "F" else backward_s[s]
+                elif (what == "up" and s > 0) or (what == "down" and s + 1 < stages):
+                    link = s - 1 if what == "up" else s
+                    other = s - 1 if what == "up" else s + 1
+                    came = meetings.setdefault(link, {})
+                    if other not in came:
+                        came[s] = clock[s]
+                        break
+                    clock[s] = clock[other] = max(clock[s], came.pop(other)) + sent_s[link]
+                    at[other] += 1
+                at[s] += 1
+    return max(clock)
+
+
+@pytest.mark.parametrize("sent_s", [(1.0, 1.0, 1.0), (0.1, 3.0, 0.1), (0.1, 0.1, 3.0), (3.0, 0.2, 1.0)])
+def test_a_pipeline_over_unequal_links_takes_as_long_as_one_that_blocks(sent_s):
+    """Stages that meet for every exchange, played message by message: within 2 % where there are many micro-batches."""
+    forward_s, backward_s, count = np.full(4, 0.7), np.full(4, 1.3), 200
+    waits_s = waiting_s(np.array([sent_s, sent_s]), apart=False, interleaved=False)
+    windows = np.arange(4, 0, -1)
+    found = plain_step_s(forward_s + waits_s[0], backward_s + waits_s[1], np.zeros(4), windows, count)
+    assert found == pytest.approx(blocking_1f1b_s(forward_s, backward_s, sent_s, count), rel=0.02)
 
 
 GROUPED = Runtime(p2p_overlap=True, exchanges_apart=True)
