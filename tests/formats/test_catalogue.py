@@ -142,6 +142,7 @@ def test_an_unknown_program_has_the_widest_interval():
         ("DeepSpeed", "2022-06", "deepspeed"),
         ("DeepSpeed", "", "deepspeed"),
         ("OneFlow (static graph; Megatron shapes)", "2021-08", "oneflow"),
+        ("NeMo Megatron 22.08", "2022-09", "nemo-22"),
         ("NVIDIA NeMo 24.07", "2024", "nemo-24"),
         ("NeMo 25.04", "2025-04", "nemo-25"),
         ("NeMo 25.11 Megatron-Bridge", "2025-11", "nemo"),
