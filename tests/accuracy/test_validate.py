@@ -9,6 +9,7 @@ import math
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,9 +143,23 @@ def test_promised_accuracy_on_the_third_collection(remade):
     assert found["datasets"]["megatron_sc21_table2"]["time"]["regret_pct"] <= 2
 
 
+SECOND_BLIND = (
+    "dgxc_2505", "dtfm_deepspeed", "dtfm_megatron_slow", "languini_gpt", "nemo_bert", "nemo_launcher", "qwen_finetune"
+)  # fmt: skip
+
+
+def of_datasets(remade: tuple[dict, dict, list[Row]], name: str, wanted: Callable[[str], bool]) -> dict:
+    """`part` of a collection, of some of its data sets."""
+    found, _, rows = remade
+    entries = json.loads((MEASURED / name).read_text())["rows"]
+    listed = {entry["id"] for entry in entries if wanted(entry["dataset"])}
+    skipped = [entry for entry in found["skipped"] if entry["id"] in listed]
+    return validate.report_of([row for row in rows if row.identifier in listed], skipped)
+
+
 def test_promised_accuracy_on_further_kinds_of_runs(remade):
     """What docs/prediction.md says of them: 15 % in the mean, 10 % in the median, for half of the kinds 10 %."""
-    found = part(remade, "further_runs.json")
+    found = of_datasets(remade, "further_runs.json", lambda dataset: dataset not in SECOND_BLIND)
     time = found["overall"]["time"]
     assert time["rows"] == 87 and not found["calibration"]["datasets"]
     assert time["mean_abs_pct"] <= 15 and time["median_abs_pct"] <= 10 and time["spearman"] >= 0.95
@@ -154,15 +169,27 @@ def test_promised_accuracy_on_further_kinds_of_runs(remade):
     assert {entry["reason"].split(":")[0] for entry in found["skipped"]} == {"marked as not predictable"}
 
 
+def test_promised_accuracy_on_the_second_blind_test(remade):
+    """What docs/prediction.md says of it: 18 % in the mean, 15 % in the median, too short; memory 10 %."""
+    found = of_datasets(remade, "further_runs.json", lambda dataset: dataset in SECOND_BLIND)
+    time, memory = found["overall"]["time"], found["overall"]["memory"]
+    assert set(found["datasets"]) == set(SECOND_BLIND) and time["rows"] == 91 and memory["rows"] == 9
+    assert time["mean_abs_pct"] <= 19 and time["median_abs_pct"] <= 16 and time["spearman"] >= 0.95
+    assert memory["mean_abs_pct"] <= 11 and time["interval_coverage_pct"] >= 85
+    assert found["datasets"]["dgxc_2505"]["time"]["mean_abs_pct"] <= 13
+    assert {entry["id"] for entry in found["skipped"]} == {"dgxc_2505-033", "dgxc_2505-034"}
+
+
 def test_promised_accuracy_on_plans_over_slow_links(remade):
     """A seventh and a tenth too short in the mean, with the intervals as wide; yet the fastest plan is known."""
     found = part(remade, "plan_runs.json")
-    assert {name: kinds["time"]["rows"] for name, kinds in found["datasets"].items()} == {
-        "amp_t4x16": 47,
-        "dtfm_wan_pp8": 35,
-    }
-    assert found["datasets"]["amp_t4x16"]["time"]["mean_abs_pct"] <= 15
-    assert found["datasets"]["dtfm_wan_pp8"]["time"]["mean_abs_pct"] <= 12
+    times = {name: kinds["time"] for name, kinds in found["datasets"].items()}
+    most = {"amp_t4x16": (47, 15), "amp_v100_t4": (43, 12), "dtfm_megatron_regions": (8, 13)}
+    most |= {"dtfm_sizes": (30, 6), "dtfm_wan_pp8": (35, 12)}
+    assert {name: time["rows"] for name, time in times.items()} == {name: rows for name, (rows, _) in most.items()}
+    for name, (_, mean) in most.items():
+        assert times[name]["mean_abs_pct"] <= mean, name
+    assert times["amp_v100_t4"]["median_abs_pct"] <= 8 and times["amp_v100_t4"]["regret_pct"] == 0
     time = found["overall"]["time"]
     assert time["spearman"] >= 0.95 and time["regret_pct"] <= 1
 
@@ -420,10 +447,10 @@ def test_measured_plans_are_read_and_priced(remade):
     """Every row of the file, by the planner's own path; a runtime that nobody knows is refused."""
     data = json.loads((MEASURED / "plan_runs.json").read_text())
     runs = plan_runs(data)
-    assert {run.problem.runtime.name for run in runs} == {"eager", "megatron-deepspeed-2022"}
+    assert {run.problem.runtime.name for run in runs} == {"eager", "megatron-2022", "megatron-deepspeed-2022"}
     assert [run.step_s for run in runs] == [entry["measured_step_s"] for entry in data["rows"]]
     found = part(remade, "plan_runs.json")
-    assert found["overall"]["time"]["rows"] == 82 and not found["skipped"]
+    assert found["overall"]["time"]["rows"] == 163 and not found["skipped"]
     with pytest.raises(InputError, match=r"found runtime 'eagre', expected 'eager'"):
         plan_runs(data | {"rows": [data["rows"][0] | {"runtime": "eagre"}]})
 
