@@ -104,7 +104,7 @@ def regions_apart(rng: np.random.Generator) -> Problem:
     return Problem(
         cluster=cluster,
         model=model,
-        batch=Batch(global_batch=int(rng.choice([16, 32, 64, 96])), seq_len=512),
+        batch=Batch(global_batch=int(rng.choice([7, 16, 32, 50, 64, 96])), seq_len=int(rng.choice([512, 1000]))),
         constraints=Constraints(compressions=packings, local_steps=steps),
         runtime=catalogue.runtime(str(rng.choice(RUNTIMES))),
     )
@@ -122,8 +122,8 @@ def fast_links(rng: np.random.Generator) -> Problem:
         between=Link(latency_s=5e-6, bytes_per_s=float(rng.choice([3e9, 5e10]))),
     )
     model = small_gpt(blocks=int(rng.integers(2, 13)), tied_embeddings=bool(rng.random() < 0.5))
-    batch = Batch(global_batch=int(rng.choice([64, 256, 512])), seq_len=512)
-    return Problem(cluster=cluster, model=model, batch=batch)
+    batch = Batch(global_batch=int(rng.choice([3, 7, 64, 250, 512])), seq_len=int(rng.choice([512, 1000])))
+    return Problem(cluster=cluster, model=model, batch=batch, runtime=catalogue.runtime(str(rng.choice(RUNTIMES))))
 
 
 def with_experts(problem: Problem, rng: np.random.Generator) -> Problem:

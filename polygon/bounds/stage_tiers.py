@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.reduction import exchange_rounds, least_part
-from polygon.cost.tables import CostTables
+from polygon.cost.tables import CostTables, powers_of_two, uniform_context_degrees, widest_pool
 from polygon.cost.transfers import packed_bytes
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
@@ -27,8 +27,6 @@ COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 MOST_TIERS = 16
 MANY_NODES = 1 << 40
 """More than any region has."""
-LEAST_PIECE = 1024
-"""Tokens of a sequence's piece; plans that cut sequences further are not counted but on devices with a profile."""
 
 
 class WorkerClass(NamedTuple):
@@ -84,15 +82,17 @@ class Kinds:
                 for tp in tables.tensor_degrees(p):
                     known = shards.setdefault((int(of_pool[p]), tp), [p, 0])
                     known[1] = max(known[1], pool.devices // tp)
-        tokens = tables.problem.batch.seq_len
+        tokens, usual = tables.problem.batch.seq_len, uniform_context_degrees(tables.problem)
         # A profile is of whole sequences: where it has devices slower than the model that prices parts, short ones pay.
-        profiled = [tables.basis(pool.device.name) == "profile" for pool in tables.problem.cluster.pools]
-        least = [1 if measured else LEAST_PIECE for measured in profiled]
+        short = [cp for cp in powers_of_two(widest_pool(tables.problem)) if tokens % cp == 0]
+        cuts = [
+            short if tables.basis(pool.device.name) == "profile" else usual for pool in tables.problem.cluster.pools
+        ]
         classes = [
             WorkerClass(kind, tp, pool, most, cp)
             for (kind, tp), (pool, most) in shards.items()
-            for cp in (2**k for k in range(int(math.log2(max(1, most))) + 1))
-            if cp == 1 or (tokens % cp == 0 and tokens // cp >= least[pool])
+            for cp in cuts[pool]
+            if cp <= most
         ]
         return cls(of_pool=of_pool, classes=tuple(classes))
 

@@ -56,9 +56,27 @@ def powers_of_two(most: int) -> list[int]:
 def context_degrees(problem: Problem) -> list[int]:
     """Parts of a sequence that a search looks at: of at least `SHORTEST_PIECE` tokens, or `LEAST_PIECE` where sequences
     are few; as many as a pool has devices at most."""
+    shortest = LEAST_PIECE if _has_few_sequences(problem) else SHORTEST_PIECE
+    return _cuts(problem, powers_of_two(widest_pool(problem)), shortest)
+
+
+def uniform_context_degrees(problem: Problem) -> list[int]:
+    """The same of uniform splits, and what the lower bound knows of: pieces of at least `LEAST_PIECE` tokens; of any
+    length, and any number of them, where sequences are few and one pool has all devices, as whole ones may not divide
+    among these."""
+    widest = widest_pool(problem)
+    if _has_few_sequences(problem) and sum(problem.may_use(pool) for pool in problem.cluster.pools) == 1:
+        return _cuts(problem, sorted({*powers_of_two(widest), *divisors(widest)}), 1)
+    return _cuts(problem, powers_of_two(widest), LEAST_PIECE)
+
+
+def _has_few_sequences(problem: Problem) -> bool:
+    return problem.batch.global_batch < FEW * problem.cluster.devices
+
+
+def _cuts(problem: Problem, degrees: list[int], shortest: int) -> list[int]:
+    """Those that divide a sequence into pieces of so many tokens or more, or not at all."""
     tokens = problem.batch.seq_len
-    shortest = LEAST_PIECE if problem.batch.global_batch < FEW * problem.cluster.devices else SHORTEST_PIECE
-    degrees = powers_of_two(widest_pool(problem))
     return [cp for cp in degrees if tokens % cp == 0 and (cp == 1 or tokens // cp >= shortest)]
 
 

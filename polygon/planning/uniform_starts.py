@@ -20,7 +20,7 @@ from polygon.cost.compute import model_flops_per_step
 from polygon.cost.estimate import memory_of
 from polygon.cost.lanes import Lanes
 from polygon.cost.memory import stage_rows
-from polygon.cost.tables import CostTables
+from polygon.cost.tables import CostTables, uniform_context_degrees
 from polygon.domain.cluster import Pool
 from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError
@@ -192,7 +192,7 @@ class _Splits:
 def _first_round(problem: Problem, pool: Pool, *, chunked: bool) -> Iterator[ParallelConfig]:
     """Every split of a pool with few numbers of chunks, more than one where it has to be `chunked`, few micro-batch
     sizes and memory options."""
-    for split in all_splits(pool.devices, None):
+    for split in all_splits(pool.devices, tuple(uniform_context_degrees(problem))):
         if split_fault(split, problem.model, problem.batch, pool.devices_per_node):
             continue
         chunks = divisors(problem.model.blocks // split.pp)[1:] if split.pp > 1 else []

@@ -26,6 +26,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, Constraints, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
 from polygon.domain.uniform import ParallelConfig, uniform_plan
+from polygon.formats import catalogue
 from polygon.formats.files import read_problem
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
@@ -133,6 +134,18 @@ def test_parts_of_short_sequences_count_where_a_profile_of_whole_ones_says_more_
     profile = kind_profile({"format": LAYER_FORMAT, "device": "a100-40gb", "seq_len": 512, "layers": layers})
     tables = CostTables(problem, [profile])
     plan = uniform_plan(problem, ParallelConfig(cp=4, micro_batch_size=4, zero=3))
+    assert step_times(plan, tables).step_s >= lower_bound(tables).seconds
+
+
+@pytest.mark.parametrize(("tokens", "degree"), [(1000, 2), (1000, 4), (1020, 3)])
+def test_sequences_that_do_not_divide_among_devices_may_be_cut_short(tokens, degree):
+    """Seven on two devices: four on one of them take longer than all on both, however short the pieces are."""
+    cluster = cluster_of([[("h100-sxm", 1, degree)]], node_bytes_per_s=4.5e11)
+    problem = problem_of(cluster, catalogue.model("gpt3-125m"), global_batch=7, seq_len=tokens)
+    problem = replace(problem, runtime=catalogue.runtime("megatron-core"))
+    tables = CostTables(problem)
+    plan = uniform_plan(problem, ParallelConfig(cp=degree, micro_batch_size=7, zero=1))
+    assert violations(problem, plan, tables) == []
     assert step_times(plan, tables).step_s >= lower_bound(tables).seconds
 
 
