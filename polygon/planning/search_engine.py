@@ -870,8 +870,10 @@ def _polish(
                 decoder.tables.polished.put(known, of, what, value, evaluations)
         best = min(best, known, key=lambda entry: entry[0])
 
+    small = partial(polished, tables=decoder.tables, value_of=decoder.plan_value, by_time=decoder.by_time)
     change: dict[str, Callable[..., Plan]] = {
-        "small": partial(polished, tables=decoder.tables, value_of=decoder.plan_value, by_time=decoder.by_time),
+        "small": small,
+        "whole": partial(small, to_the_end=True),
         "perturbed": partial(improved, decoder=decoder),
     }
     try:
@@ -884,9 +886,12 @@ def _polish(
         total += len(distinct)
         for done, (value, (plan, x)) in enumerate(distinct.items(), 1):  # noqa: B007 (`expired` tells of it)
             take("small", (value, plan, x), effort.polish_evaluations // TRIALS)
-        take("small", best, effort.polish_evaluations)
+        take("whole", best, effort.polish_evaluations)
         if effort.exact_evaluations >= FEWEST_FOR_SEVERAL:
+            before = best
             take("perturbed", best, effort.polish_evaluations)
+            if best is not before:
+                take("whole", best, effort.polish_evaluations)
     except KeyboardInterrupt:
         return best, True
     return best, False

@@ -245,3 +245,18 @@ def test_by_time_a_change_that_no_order_makes_quicker_is_not_simulated():
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-12) and found[1][1] < found[0][1]
     floor_s = Pacing(plan, tables).floor_s
     assert fitted(plan, tables, floor_s) is None is not fitted(plan, tables, floor_s * (1 + 1e-9))
+
+
+def test_a_polish_to_the_end_looks_at_every_change():
+    """By what no plan of the first pass has: with a few evaluations the last of all changes is not met."""
+    tables, plan = CostTables(PROBLEM), plan_of(pp=4)
+    last = list(changes(plan, tables))[-1]
+    borders = [stage.layers for stage in last.stages]
+
+    def value(other):
+        return float([stage.layers for stage in other.stages] != borders)
+
+    assert len(list(changes(plan, tables))) > polish.FEWEST
+    few = polished(plan, tables, value, evaluations=1)
+    whole = polished(plan, tables, value, evaluations=1, to_the_end=True)
+    assert (value(few), value(whole)) == (1.0, 0.0)
