@@ -1,10 +1,9 @@
 """Plans between the fastest and the cheapest, and the best plan within a budget or before a deadline.
 
 One series of searches (time, money, energy and mixtures of time and money), each beginning with all that was found
-before, makes a collection of exactly priced allocations. It depends on the problem, the seed and the effort, never on a
-budget or a deadline. The front is what no other member of the collection beats; the best plan within a budget is the
-best member that keeps it. So the cheapest plan costs no more than the fastest, a tighter budget never gives a faster
-plan, and a budget that the fastest plan keeps changes nothing.
+before, makes a collection of exactly priced allocations; the front is what no other member of the collection beats.
+What limits change is searched once more: without them for the fastest and the cheapest, then with them. So the
+cheapest plan costs no more than the fastest, and a budget that the fastest plan keeps changes nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +47,9 @@ Met = Callable[[Bill, Plan], None]
 
 DECODING_PART = 0.1
 """Of a time limit, what is kept for the plans of allocations that no search has ended with."""
+FREE_PART, CHEAPEST_PART = 0.4, 0.6
+"""Parts of a time limit at whose ends the searches without limits are over, and that for the cheapest: the rest is for
+what keeps the limits."""
 TIME_WEIGHTS = (0.75, 0.5, 0.25)
 """Of the mixtures of time and money that are searched between the ends."""
 
@@ -300,8 +302,8 @@ def find_within_limits(
     """The best plan by an objective that keeps budgets, deadline and egress caps; of all rounds of an effort.
 
     Where nothing is limited and time is minimised a round is `find_plan`. Limits that the best plan keeps without them
-    change nothing. Else the best member of a collection is taken that knows no budget and no deadline, only the cap on
-    egress; under a budget by the hour, or what a search that knows all limits finds from there.
+    change nothing. Else what a search that knows all limits finds: it begins with the best of those without limits that
+    keeps them, if only the cheapest does.
 
     Parameters
     ----------
@@ -359,31 +361,28 @@ def _within_limits(
     free = without_cost_limits(problem)
     clock = Clock(effort.time_limit_s)
 
-    def search(base: Problem, first_seed: int, objectives: Sequence[Objective], part: float) -> Collection:
-        own, limited = tables.for_problem(base), replace(effort, time_limit_s=clock.left_s(part))
-        return collect(base, first_seed, objectives=objectives, groups=groups, effort=limited, tell=tell, tables=own)
+    def search(first_seed: int, objectives: Sequence[Objective], part: float) -> Collection:
+        own, limited = tables.for_problem(free), replace(effort, time_limit_s=clock.left_s(part))
+        return collect(free, first_seed, objectives=objectives, groups=groups, effort=limited, tell=tell, tables=own)
 
     ends = [STEP_TIME] if objective is STEP_TIME else [STEP_TIME, objective]
-    collection = search(free, seed, ends, 0.5 if problem.constraints.limits_cost else 1.0)
+    collection = search(seed, ends, FREE_PART if problem.constraints.limits_cost else 1.0)
     if not collection.bills:
         return Found(plan=None, value_s=math.inf, reason=collection.reason)
     found = _decoded(free, collection, objective, tables.for_problem(free))
     if found.plan is not None and not excesses(problem, Decoder(problem, tables=tables).bill(found.plan)):
         return found
-    capped = replace(problem.constraints, most_usd_per_step=None, most_usd_per_hour=None, most_step_s=None)
-    base = replace(problem, constraints=capped)
-    by_hour = problem.constraints.most_usd_per_hour is not None
-    wider = search(base, seed + 1, [*ends, MONEY, *map(mixture, TIME_WEIGHTS)], 0.75 if by_hour else 1.0)
-    collection = _joined(collection, wider)
+    if not collection.interrupted and MONEY not in ends:
+        collection = _joined(collection, search(seed + 1, [MONEY], CHEAPEST_PART))
     found = _decoded(problem, collection, objective, tables)
-    if collection.interrupted or not by_hour or clock.left_s() <= 0:
+    if collection.interrupted or clock.left_s() <= 0:
         return found
-    # Mixtures of time and money say little of what costs little by the hour.
+    # Those that know no limit meet little between the ends.
     within = find_plan(
         problem,
         np.random.default_rng([seed, len(ends)]),
         groups=groups,
-        effort=_half(effort, clock.left_s()),
+        effort=replace(effort, time_limit_s=clock.left_s()),
         tell=tell,
         tables=tables,
         objective=objective,
