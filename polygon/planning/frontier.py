@@ -1,13 +1,14 @@
 """Plans between the fastest and the cheapest, and the best plan within a budget or before a deadline.
 
-One series of searches (time, money, energy and mixtures of time and money), each beginning with all that was found
-before, makes a collection of exactly priced allocations; the front is what no other member of the collection beats.
+One series of searches (time, money, energy, then time within budgets where the gap is widest), each beginning with all
+that was found before, makes a collection of exactly priced allocations; the front is what no other member of it beats.
 What limits change is searched once more: without them for the fastest and the cheapest, then with them. So the
 cheapest plan costs no more than the fastest, and a budget that the fastest plan keeps changes nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,6 @@ from polygon.planning.objectives import (
     STEP_TIME,
     Objective,
     is_step_time,
-    mixture,
     objective_named,
     over_limits,
     value_of,
@@ -50,8 +50,10 @@ DECODING_PART = 0.1
 FREE_PART, CHEAPEST_PART = 0.4, 0.6
 """Parts of a time limit at whose ends the searches without limits are over, and that for the cheapest: the rest is for
 what keeps the limits."""
-TIME_WEIGHTS = (0.75, 0.5, 0.25)
-"""Of the mixtures of time and money that are searched between the ends."""
+BETWEEN = 3
+"""Searches for plans between the fastest and the cheapest."""
+NARROW = 0.0025
+"""Logarithms of ratios of cost and of time, multiplied, from which on a gap between plans is looked into: 5 % each."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -182,6 +184,11 @@ def _half(effort: Effort, time_limit_s: float) -> Effort:
     )
 
 
+def _of_budget(usd: float | None, phase: Message) -> Message:
+    within = STEP_TIME.name if usd is None else Message("objective.within", usd=usd)
+    return Message("phase.of_objective", objective=within, phase=phase)
+
+
 def _of_objective(objective: Objective, phase: Message) -> Message:
     return Message("phase.of_objective", objective=objective.said or objective.name, phase=phase)
 
@@ -218,8 +225,7 @@ def find_front(
         if met is not None:
             met(_front(problem, ended, with_energy))
 
-    free = without_cost_limits(problem)
-    search = _FrontRound(free, seed, with_energy, groups, tables.for_problem(free), hear)
+    search = _FrontRound(problem, seed, with_energy, groups, tables, hear)
     within = replace(effort, time_limit_s=(1 - DECODING_PART) * effort.time_limit_s)
     rounds, interrupted = in_rounds(search, within, tell, lambda _: False, jobs)
     collection = replace(reduce(_joined, rounds), seconds=clock.spent_s, interrupted=interrupted)
@@ -247,19 +253,86 @@ class _FrontRound:
     met: Met | None = None
 
     def __call__(self, index: int, effort: Effort, tell: Tell | None) -> Collection:
-        return collect(
-            self.problem,
-            _seed_of(self.seed, index),
-            objectives=[STEP_TIME, MONEY, *([ENERGY] if self.with_energy else []), *map(mixture, TIME_WEIGHTS)],
+        """Search for the ends, then for what is between them."""
+        clock, seed = Clock(effort.time_limit_s), _seed_of(self.seed, index)
+        free, ends = without_cost_limits(self.problem), [STEP_TIME, MONEY, *([ENERGY] if self.with_energy else [])]
+        in_all = len(ends) + BETWEEN
+        collection = collect(
+            free,
+            seed,
+            objectives=ends,
             groups=self.groups,
-            effort=effort,
-            tell=tell,
-            tables=self.tables,
+            effort=replace(effort, time_limit_s=clock.left_s((len(ends) + 1) / (in_all + 1))),
+            tell=share(tell, 0.0, len(ends) / in_all),
+            tables=self.tables.for_problem(free),
             met=self.met,
         )
+        tried: list[tuple[float, float]] = []
+        for i in range(len(ends), in_all):
+            limits = _between(self.problem, collection, tried) if collection.bills else None
+            if collection.interrupted or limits is None or clock.left_s() <= 0:
+                break
+            left_s = clock.left_s() / (in_all - i)
+            own = replace(effort, time_limit_s=left_s) if limits is self.problem else _half(effort, left_s)
+            told = share(tell, i / in_all, (i + 1) / in_all, partial(_of_budget, limits.constraints.most_usd_per_step))
+            found = self._within(limits, [seed, i], collection, own, told)
+            if found is None:
+                return replace(collection, interrupted=True)
+            collection = _joined(collection, found)
+            steps_s = [bill.step_s for bill, _ in found.bills if not excesses(limits, bill)]
+            tried.append((limits.constraints.most_usd_per_step or math.inf, min(steps_s, default=math.inf)))
+        return collection
+
+    def _within(
+        self, limits: Problem, seed: list[int], collection: Collection, effort: Effort, tell: Tell | None
+    ) -> Collection | None:
+        """What a search for the fastest within some limits meets; None if it was interrupted before anything."""
+        try:
+            found = find_plan(
+                limits,
+                np.random.default_rng(seed),
+                groups=self.groups,
+                effort=effort,
+                tell=tell,
+                tables=self.tables.with_other_links(limits),
+                known=[collection.best(limits, STEP_TIME)[1]],
+            )
+        except KeyboardInterrupt:
+            return None
+        plans = () if found.plan is None else ((found.bills[0][0], found.plan),)
+        if self.met is not None and plans:
+            self.met(*plans[0])
+        return Collection(
+            bills=found.bills, plans=plans, evaluations=found.evaluations, seconds=found.seconds,
+            interrupted=found.interrupted,
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _front_round_anew, (self.problem, self.seed, self.with_energy, self.groups, self.tables.measurements)
+
+
+def _between(problem: Problem, collection: Collection, tried: Sequence[tuple[float, float]]) -> Problem | None:
+    """The problem under the limits that are looked at next: its own, where they leave no plan that was looked for; then
+    a budget in the middle of the widest gap between plans that keep them. None where there is no gap.
+
+    Parameters
+    ----------
+    tried : sequence of (float, float)
+        Every budget so far, and what the fastest found takes: no faster one is sought between its cost and the budget.
+    """
+    within = [(bill.usd, bill.step_s) for bill, _ in collection.bills if not excesses(problem, bill)]
+    fastest = min((bill for bill, _ in collection.bills), key=lambda bill: bill.step_s)
+    if not tried and excesses(problem, fastest):
+        return problem
+    known: list[tuple[float, float]] = []
+    for usd, step_s in sorted([*within, *tried]):
+        if usd > 0 and math.isfinite(usd + step_s) and (not known or step_s <= known[-1][1]):
+            known.append((usd, step_s))
+    gaps = [(math.log(u / usd) * math.log(step_s / s), usd * u) for (usd, step_s), (u, s) in itertools.pairwise(known)]
+    wide, square = max(gaps, default=(0.0, 0.0))
+    if wide < NARROW:
+        return None
+    return replace(problem, constraints=replace(problem.constraints, most_usd_per_step=math.sqrt(square)))
 
 
 def _front_round_anew(
@@ -359,17 +432,17 @@ def _within_limits(
         rng = np.random.default_rng(seed)
         return find_plan(problem, rng, groups=groups, effort=effort, tell=tell, tables=tables)
     free = without_cost_limits(problem)
-    clock = Clock(effort.time_limit_s)
+    own, clock = tables.for_problem(free), Clock(effort.time_limit_s)
 
     def search(first_seed: int, objectives: Sequence[Objective], part: float) -> Collection:
-        own, limited = tables.for_problem(free), replace(effort, time_limit_s=clock.left_s(part))
+        limited = replace(effort, time_limit_s=clock.left_s(part))
         return collect(free, first_seed, objectives=objectives, groups=groups, effort=limited, tell=tell, tables=own)
 
     ends = [STEP_TIME] if objective is STEP_TIME else [STEP_TIME, objective]
     collection = search(seed, ends, FREE_PART if problem.constraints.limits_cost else 1.0)
     if not collection.bills:
         return Found(plan=None, value_s=math.inf, reason=collection.reason)
-    found = _decoded(free, collection, objective, tables.for_problem(free))
+    found = _decoded(free, collection, objective, own)
     if found.plan is not None and not excesses(problem, Decoder(problem, tables=tables).bill(found.plan)):
         return found
     if not collection.interrupted and MONEY not in ends:

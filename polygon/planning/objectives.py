@@ -1,4 +1,4 @@
-"""What a search minimises: step time, money, energy, or a mixture of them, within the limits of the constraints.
+"""What a search minimises: step time, money or energy, within the limits of the constraints.
 
 An objective is a function of a step's bill (`polygon.cost.money`). The search asks it for allocations, whose bill
 follows from the fluid step time, the devices used and the flow between regions; and for plans, whose bill is exact.
@@ -42,19 +42,6 @@ class Objective:
     value: Callable[[Bill], float]
     unit: str
     said: Message | None = None
-
-
-def mixture(time_weight: float) -> Objective:
-    """Geometric mean of step time and money, by weight: step_s ** w * usd ** (1 - w).
-
-    Unlike a sum it needs no exchange rate between seconds and dollars.
-    """
-
-    def value(bill: Bill) -> float:
-        return float(bill.step_s**time_weight * max(bill.usd, 1e-12) ** (1 - time_weight))
-
-    said = Message("objective.mixture", time_percent=100 * time_weight, money_percent=100 * (1 - time_weight))
-    return Objective(name=f"time^{time_weight:g} money^{1 - time_weight:g}", value=value, unit="", said=said)
 
 
 STEP_TIME = Objective(name="time", value=lambda bill: bill.step_s, unit="s")

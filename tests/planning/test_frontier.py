@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from polygon.cost.money import priced
 from polygon.domain.message import Message, say
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.planning import clock, frontier
-from polygon.planning.frontier import _seed_of, find_front, find_within_limits
+from polygon.planning.frontier import Collection, _between, _seed_of, find_front, find_within_limits
 from polygon.planning.search_engine import Effort
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -20,7 +27,7 @@ def test_the_first_search_is_the_one_with_the_users_seed():
 
 
 def test_the_searches_with_and_without_a_budget_share_the_time(monkeypatch):
-    """A budget that no plan keeps: first the fastest and the cheapest are looked for, with two fifths left for others."""
+    """A budget that no plan keeps: the fastest and the cheapest are looked for, and two fifths are left."""
     limits, collect, now_s = [], frontier.collect, [0.0]
 
     def noting(*args, effort, **more):
@@ -40,12 +47,39 @@ def test_the_searches_with_and_without_a_budget_share_the_time(monkeypatch):
 
 
 def test_progress_along_a_front_names_what_is_searched_in_both_languages():
-    """Shares of time and money as per cent, not the exponents by which they are mixed."""
+    """Between the ends, time within a budget."""
     told: list[Message] = []
-    problem = Problem(cluster=cluster_of([[("t4", 1, 2)]]), model=small_gpt(), batch=Batch(global_batch=4, seq_len=128))
-    effort = Effort(fluid_evaluations=20, exact_evaluations=2, patience=10)
+    problem = Problem(
+        cluster=cluster_of([[("a100-40gb", 1, 3), ("v100-16gb", 5, 3), ("t4", 7, 1)]]), model=small_gpt(),
+        batch=Batch(global_batch=90, seq_len=1024),
+    )  # fmt: skip
+    effort = Effort(fluid_evaluations=160, exact_evaluations=10, patience=80)
     find_front(problem, 0, effort=effort, tell=lambda phase, part, best: told.append(phase))
     english = {say(message).split(", ")[0] for message in told}
-    assert {"time", "money", "75 % time and 25 % money", "50 % time and 50 % money"} <= english
-    assert any(say(message, "zh").startswith("时间占 75 %、费用占 25 %，") for message in told)
-    assert not any("^" in say(message, language) for message in told for language in ("en", "zh"))
+    assert {"time", "money"} < english
+    assert all(re.fullmatch(r"time|money|time within [\d.e-]+ USD a step", words) for words in english)
+    assert any(re.match(r"每步 [\d.e-]+ 美元以内的时间，", say(message, "zh")) for message in told)
+
+
+def test_budgets_between_the_ends_are_in_the_middle_of_the_widest_gap():
+    """100 s for 1 USD and 10 s for 4 at the ends: the middle is 2 USD. Nothing faster than 90 s is found for that: the
+    gap from 2 USD up is the widest; with 20 s for 3 USD it is that from there down."""
+    problem = Problem(cluster=cluster_of([[("t4", 1, 2)]]), model=small_gpt(), batch=Batch(global_batch=4, seq_len=128))
+
+    def met(*pairs):
+        bills = [priced(problem, step_s, 3600 * usd / step_s, 0.0, np.zeros(1)) for step_s, usd in pairs]
+        return Collection(bills=tuple((bill, None) for bill in bills))
+
+    def budget(collection, tried=(), own=None):
+        asked = problem if own is None else replace(problem, constraints=Constraints(most_usd_per_step=own))
+        found = _between(asked, collection, tried)
+        return None if found is None else pytest.approx(found.constraints.most_usd_per_step)
+
+    ends = (100.0, 1.0), (10.0, 4.0)
+    assert budget(met(*ends)) == 2.0
+    assert budget(met(*ends, (90.0, 1.9)), [(2.0, 90.0)]) == 8**0.5
+    assert budget(met(*ends, (90.0, 1.9), (20.0, 3.0)), [(2.0, 90.0)]) == 6**0.5
+    assert budget(met((100.0, 1.0), (99.0, 1.01))) is None
+    assert budget(met((100.0, 1.0))) is None
+    assert budget(met(*ends), own=3.0) == 3.0
+    assert budget(met(*ends, (30.0, 3.0)), [(3.0, 30.0)], own=3.0) == 3**0.5

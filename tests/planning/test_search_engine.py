@@ -157,7 +157,7 @@ def test_whoever_stops_late_does_not_wait_for_small_changes():
 
 
 def test_no_small_change_of_a_long_pipeline_helps_once_a_search_has_ended():
-    """Fourteen stages have more changes than a quick search's polish may price: the plan was 1.1 % above one of them."""
+    """Fourteen stages have more changes than a quick search may polish by: the plan was 1.1 % above one of them."""
     t4 = cluster_of([[("t4", 6, 4)]], latency_s=0.001)
     problem = Problem(cluster=t4, model=catalogue.model("gpt3-6.7b"), batch=Batch(global_batch=16, seq_len=1024))
     tables = CostTables(problem)
