@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from polygon import Batch, Calibration, Cluster, InputError, Problem
+from polygon.domain import plan as domain_plan
 from polygon.domain.message import Message
 from polygon.planning import rounds
 from polygon.planning.frontier import _FrontRound, _Round
 from polygon.planning.objectives import MONEY
 from polygon.planning.rounds import FOUND, _Helper, _Rounds, in_rounds
 from polygon.planning.search_engine import Effort
+from tests.linked_regions import cluster_of, small_gpt
 
 PHASE = Message("phase.starts")
 FIVE = Effort(rounds=5)
@@ -262,13 +264,16 @@ def test_more_jobs_find_the_plan_that_one_finds():
 
 
 def test_searches_along_a_front_find_the_same_wherever_they_travel():
-    """All plans and what they cost; also with what the problem was measured with."""
-    twice = small_problem(calibration=Calibration(compute={"a100-40gb": 2.0, "t4": 2.0}))
+    """All plans and what they cost, those within budgets too; also with what the problem was measured with."""
+    four = domain_plan.Problem(
+        cluster=cluster_of([[("a100-40gb", 4, 1)]]), model=small_gpt(), batch=Batch(global_batch=64, seq_len=512)
+    )
+    twice = Problem.of(four, calibration=Calibration(compute={"a100-40gb": 2.0, "t4": 2.0}))
     met = []
     search = _FrontRound(twice.data, 3, True, None, twice.tables, lambda bill, plan: met.append(bill))
     here, there = (of(1, SHORT, None) for of in (search, pickle.loads(pickle.dumps(search))))
     ended = [figures(bill for bill, _ in of.plans) for of in (here, there)]
-    assert ended[0] == ended[1] == figures(met) and len(met) == 6
+    assert ended[0] == ended[1] == figures(met) and 3 < len(met) <= 6
     assert all(same(one[1], other[1]) for one, other in zip(here.plans, there.plans, strict=True))
     assert figures(bill for bill, _ in here.bills) == figures(bill for bill, _ in there.bills)
 
