@@ -32,6 +32,7 @@ from polygon.planning.rounds import cores
 from polygon.planning.search_engine import Effort
 from polygon.planning.what_ifs import sensitivities
 from polygon.web.store import Store, StoredJob
+from polygon.web.views import unpriced
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,7 @@ class Jobs:
                 plan = plans.Plan(problem, point.plan)
                 points.append(
                     {"step_s": point.bill.step_s, "usd": point.bill.usd, "energy_j": point.bill.energy_j,
-                     "devices": plan.devices, "stages": plan.stages,
+                     "devices": plan.devices, "stages": plan.stages, "unpriced": unpriced(problem.data, point.plan),
                      "plan": plan_data(problem.data, point.plan, plan.to_dict(brief=True))}
                 )  # fmt: skip
             return format_json({"points": points})

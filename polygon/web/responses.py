@@ -52,6 +52,8 @@ class FrontPoint(TypedDict):
     energy_j: float
     devices: int
     stages: int
+    unpriced: NotRequired[list[str]]
+    """Types of devices that it uses and of which nobody said a price; not there in fronts of before."""
 
 
 @closed
@@ -365,6 +367,9 @@ class Run(TypedDict):
     device: str
     """What its ranks computed on, as the runner calls it."""
     steps: int
+    """That its log tells of."""
+    reached: int
+    """How many are done, those before its log began included, as where it went on from a checkpoint."""
     wanted: int | None
     traced: bool
     """Whether there is a timeline of a step."""

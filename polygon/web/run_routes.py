@@ -95,7 +95,8 @@ class RunViews:
         return {
             "name": name, "plan": mark.plan if mark else "", "kind": run.place.kind, "state": state,
             "model": run.problem.model.name, "ranks": run.plan.world_size, "device": run.device,
-            "steps": len(run.steps), "traced": run.traced, "wanted": (mark.wanted if mark else None) or run.wanted,
+            "steps": len(run.steps), "reached": run.reached(), "traced": run.traced,
+            "wanted": (mark.wanted if mark else None) or run.wanted,
             "predicted_step_s": predicted_s, "step_s": measured_s,
             "loss": run.last_loss(),
             "error": predicted_s / measured_s - 1 if measured_s else None,

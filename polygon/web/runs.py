@@ -173,6 +173,11 @@ class Follower:
         """Whether there is a timeline of a step."""
         return (self._log is not None and self._log.skipped > 0) or any(self.place.path.glob("*trace*.json"))
 
+    def reached(self) -> int:
+        """Steps that are done, those before the log began included."""
+        with self._lock:
+            return self.steps[-1] + 1 if self.steps else 0
+
     def median_step_s(self) -> float | None:
         """Measured step (`usual_step_s`); None before the first."""
         with self._lock:

@@ -25,7 +25,7 @@ from polygon.export.restrict import Rules, find_uniform
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import simple_starts
 from polygon.planning.nearby import allocation_of
-from polygon.web.views import front
+from polygon.web.views import front, unpriced
 
 MOST_POINTS = 16
 MOST_DECODED = 3
@@ -54,6 +54,7 @@ def compare(problem: Problem, plan: Plan, tables: CostTables) -> dict[str, Any]:
     rows = []
     for kind, (other, result) in named.items():
         rows.append({"key": kind, "step_s": result.step_s, "usd_per_step": result.cost_usd,
+                     "unpriced": unpriced(problem, other),
                      "tokens_per_s": result.tokens_per_s, "devices": other.world_size, "stages": len(other.stages),
                      "axes": _axes(result, lower_bound(tables).seconds, most)})  # fmt: skip
         points.append({"key": kind, "step_s": result.step_s, "usd_per_step": result.cost_usd})

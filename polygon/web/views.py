@@ -54,7 +54,7 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "chunks": plan.chunks,
         "assumptions": assumptions(problem, plan),
         "packings_inside": packings_inside(problem, plan),
-        "unpriced": _of_workers(priced, _unpriced),
+        "unpriced": _of_workers(priced, unpriced),
         "devices": {"used": plan.world_size, "all": problem.cluster.devices},
         "hosts": _of_workers(priced, _hosts),
         "regions": _of_workers(priced, _regions),
@@ -94,7 +94,7 @@ def _hosts(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _unpriced(problem: Problem, plan: Plan) -> list[str]:
+def unpriced(problem: Problem, plan: Plan) -> list[str]:
     """Types of devices that the plan uses and of which neither the cluster nor the catalogue says a price."""
     groups = [group for region in problem.cluster.regions for group in region.node_groups]
     pools = [problem.cluster.pools[p] for p in plan.devices_of_pools if groups[p].price_usd_per_hour is None]

@@ -23,7 +23,7 @@ from polygon.formats import catalogue
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.files import read_cluster, write_plan
 from polygon.formats.serialization import format_json
-from polygon.messages.report import three
+from polygon.messages.report import seconds, three
 from polygon.planning.decode import Allocation, Decoder
 from tests.exported_plans import planned, wide
 from tests.free_ports import free_port
@@ -735,17 +735,19 @@ def test_amounts_have_prefixes_and_figures_say_what_they_count(page, server, pla
 
 
 def test_money_has_three_digits_and_time_left_none_behind_the_point(fresh, server, plan_id):
-    """1.4 dollars are $ 1.40 beside $ 1.42; what is said to take about so long, in whole seconds."""
+    """1.4 dollars are $ 1.40 beside $ 1.42, what comes to a thousand has its comma as on the command line; what is
+    said to take about so long, in whole seconds."""
 
     def dearer(route):
         answer = route.fetch()
         data = answer.json()
-        data["estimate"]["cost_usd"] = 1.4
+        data["estimate"] |= {"cost_usd": 1.4, "step_s": 0.9996}
         route.fulfill(response=answer, json=data)
 
     fresh.route(re.compile(r"/view\b"), dearer)
     visit(fresh, server, plan_id)
     expect(fresh.locator("[data-card=perBillion] small")).to_have_text("$\u20091.40 a step")
+    expect(fresh.locator("[data-card=step] b")).to_have_text(seconds(0.9996).replace(" ", "\u00a0"))
     fresh.unroute_all(behavior="ignoreErrors")
     fresh.goto(server.url)
     choose(fresh, "gpt3-1.3b")
@@ -1350,6 +1352,10 @@ def test_a_plan_is_held_against_the_bound_of_what_it_was_made_for(page, server, 
     expect(page.locator("#reasons")).to_contain_text("No plan can do a step for less than")
     expect(page.locator("#reasons")).not_to_contain_text("faster")
     made = variant(server, plan, accumulation=2)
+    visit(page, server, plan, "compare", f"&with={made}")
+    gaps = page.locator("tr", has_text="Gap to the bound").locator("td")
+    expect(gaps.nth(0)).to_contain_text(f"{card(page, 'gap')} bound")
+    expect(gaps.nth(1)).to_contain_text("Wh" if objective == "energy" else "$")
     assert server.request("GET", f"/api/v1/jobs/{made}")[2]["objective"] == objective
     for name in (made, plan):
         server.request("DELETE", f"/api/v1/plans/{name}")
@@ -1361,10 +1367,45 @@ def test_devices_without_a_known_price_are_not_said_to_be_free(page, server):
     visit(page, server, unknown)
     expect(page.locator("[data-card=perBillion] b")).to_have_text("—")
     expect(page.locator("[data-card=perBillion] small")).to_have_text("no price known of ascend-910b: counts as 0")
+    page.locator("#tab-strategy").click()
+    own = page.locator("[aria-label=Alternatives] tbody tr", has_text="This plan")
+    expect(own.locator("td").nth(2)).to_have_text("—")
     visit(page, server, free)
     expect(page.locator("[data-card=perBillion] b")).to_have_text(re.compile(r"^\$\s*0$"))
+    visit(page, server, free, "compare", f"&with={unknown}")
+    costs = page.locator("tr", has_text=re.compile("^USD per")).locator("td")
+    expect(costs).to_have_text([re.compile(r"^\$\s*0$"), "—"] * 2)
+    expect(page.locator("#view")).to_contain_text("no price known of ascend-910b: counts as 0")
+    told = server.request("GET", f"/api/v1/plans/{unknown}/alternatives")[2]["alternatives"]
+    assert told[0]["unpriced"] == ["ascend-910b"]
     for plan in (unknown, free):
         server.request("DELETE", f"/api/v1/plans/{plan}")
+
+
+def test_of_plans_for_money_that_cost_nothing_no_bound_is_waited_for(page, server):
+    """No plan costs less than nothing, as where nobody said what devices cost: that is said, and what is still
+    worked out is told apart from it."""
+    plan = searched(server, "ascend-910b", "money")
+    visit(page, server, plan)
+    expect(page.locator("[data-card=gap] small")).to_have_text(re.compile(r"^bound \$\s*0$"))
+    expect(page.locator("[data-card=gap] b")).to_have_text("—")
+    server.request("DELETE", f"/api/v1/plans/{plan}")
+
+
+def test_a_front_of_devices_without_a_known_price_is_not_free(fresh, server):
+    """Its points say so, and who hears of the button that opens one does not hear of no dollars."""
+    page = fresh
+    page.route("**/fronts/*", lambda route: route.fulfill(json=route.fetch().json() | {"points": [
+        {"step_s": 1.0, "usd": 0.0, "energy_j": 1.0, "devices": 2, "stages": 1, "unpriced": ["mine"]},
+        {"step_s": 2.0, "usd": 0.0, "energy_j": 1.0, "devices": 1, "stages": 1}]}))  # fmt: skip
+    page.locator("#tab-front").click()
+    page.locator("#start-front").click()
+    rows = page.locator("#view tbody tr")
+    expect(rows.nth(0).locator("td").nth(1)).to_have_text("—")
+    expect(rows.nth(0).get_by_role("button")).to_have_accessible_name("Open: 1.00 s, —")
+    expect(rows.nth(1).locator("td").nth(1)).to_have_text(re.compile(r"^\$\s*0$"))
+    page.get_by_text("Stop, keep the best").first.click()
+    page.locator("#start-front", has_text="again").wait_for()
 
 
 def test_limits_for_what_another_cluster_had_are_shown_until_they_are_taken_out(fresh, tmp_path):
@@ -1752,6 +1793,25 @@ def test_a_wrong_token_is_said_to_be_wrong(browser, tmp_path):
         server.stop()
 
 
+def test_who_comes_by_a_link_without_a_token_sees_the_whole_plan(browser, tmp_path):
+    """The token is asked for once, and all that asked without it asks again: what limits the plan and how far it is
+    from its bound come, too."""
+    server = Server(tmp_path, "--token", "ann=SECRETSECRETSECRET")
+    headers = {"Authorization": "Bearer SECRETSECRETSECRET"}
+    page = new_page(browser, server)
+    try:
+        plan = server.request("POST", "/api/v1/plans", plan_data(*planned()), headers)[2]["id"]
+        page.goto(f"{server.url}/#plan={plan}&view=overview")
+        page.locator("dialog input").fill("SECRETSECRETSECRET")
+        page.locator("dialog input").press("Enter")
+        expect(page.locator("#main .sentence")).to_contain_text("limited")
+        expect(page.locator("[data-card=gap] b")).to_contain_text("%")
+        expect(page.locator("#trouble")).to_have_count(0)
+    finally:
+        page.context.close()
+        server.stop()
+
+
 def test_searches_that_leave_no_room_are_in_the_list(fresh, server):
     """They may have been begun elsewhere: who is told to stop one sees them."""
     waiting = {"id": "elsewhere", "created_s": 1.0, "state": "queued", "progress": 0.0, "note": "", "error": "",
@@ -1900,6 +1960,24 @@ def test_a_what_if_is_kept_shared_and_told_apart(browser, page, server, plan_id)
     other.context.close()
 
 
+@pytest.mark.parametrize("address", ["plan=../jobs", "plan=x%2F..%2F..%2Fruns", "job=../plans", "with=%00"])
+def test_an_address_asks_for_plans_alone(page, server, plan_id, address):
+    """What no plan can be called is said not to be here, and nothing else of the API is asked in its place."""
+    asked = set()
+
+    def note(request):
+        asked.add(request.method + request.url.removeprefix(f"{server.url}/api/v1"))
+
+    page.on("request", note)
+    page.goto(f"{server.url}/#{address}")
+    expect(page.locator("#trouble")).to_contain_text("is not here")
+    page.locator("#calculate:enabled").wait_for()
+    page.wait_for_load_state("networkidle")
+    page.remove_listener("request", note)
+    assert not page.faults
+    assert "GET/jobs" in asked and not {path for path in asked if "/view" in path or path.startswith("GET/jobs/")}
+
+
 def test_who_opens_a_plan_that_is_gone_stays_at_theirs(page, server, plan_id):
     """A variant whose original was deleted by then is still there when that cannot be opened."""
     gone = variant(server, plan_id)
@@ -1958,6 +2036,23 @@ def test_a_variant_is_deployed_as_it_is_priced(page, server, wide_plan):
     before = server.request("GET", f"/api/v1/plans/{wide_plan}")[2]
     assert written["stages"] == kept["stages"] and written["links"] == kept["links"] != before["links"]
     assert {link["activations"] for link in written["links"]} == {"bf16"}
+
+
+def test_what_is_of_the_plan_without_what_is_tried_says_so(page, server, plan_id, wide_plan):
+    """A comparison, other plans and files: the figures above them are with it."""
+    visit(page, server, wide_plan, "compare", f'&with={plan_id}&what={{"activations":"bf16"}}')
+    said = page.get_by_text(re.compile("without what you try"))
+    expect(said).to_have_count(1)
+    page.locator("#tab-strategy").click()
+    expect(said).to_have_count(2)
+    page.locator("#tab-overview").click()
+    page.locator("#timeline-menu").click()
+    expect(said).to_be_visible()
+    page.keyboard.press("Escape")
+    page.locator("#reset").click()
+    page.locator("#tab-strategy").click()
+    page.locator("#reasons").wait_for()
+    expect(said).to_have_count(0)
 
 
 def test_the_limit_is_named_and_the_rest_follows(page, server, plan_id):
@@ -2173,6 +2268,19 @@ def test_logs_that_are_opened_stand_beside_the_plan(page, server, plan_id, tmp_p
     assert [point[1] for point in chart_data(page, "run-loss")[0]] == [point[2] for point in said["points"]]
     assert len(said["points"]) == 9
     expect(page.locator("#outcome")).to_have_text(page.locator("#run-sentence").inner_text())
+
+
+def test_a_run_that_went_on_from_a_checkpoint_has_reached_its_end(page, server, plan_id, tmp_path):
+    """Its log begins at step 10 of 30 and ends with the last: that is not 20 of 30."""
+    log = tmp_path / "rank-0.jsonl"
+    log.write_text(run_lines(30, first=10))
+    visit(page, server, plan_id, "runs")
+    page.locator("#open-run").set_input_files(log)
+    page.locator("#run-sentence").wait_for()
+    expect(page.locator("#view")).to_contain_text("30 of 30 steps")
+    name = re.search("run=([^&]+)", page.url)[1]
+    told = server.request("GET", f"/api/v1/runs/{name}")[2]
+    assert (told["steps"], told["reached"], told["wanted"]) == (20, 30, 30)
 
 
 def test_a_traced_run_names_its_stages_once(page, server, wide_plan):

@@ -81,19 +81,16 @@ function lost(error: Error | null): never {
   throw new Unreachable();
 }
 const GATEWAY = [502, 503]; // from what stands before a server that is gone, or from it while it ends
-async function reach(path: string, init: RequestInit): Promise<Response> {
-  const response = await fetch(API + path, init).catch(lost);
-  return GATEWAY.includes(response.status) ? lost(null) : response;
+/** What the server answers: a stream and a file, too, ask for the token that they lack. */
+async function reach(path: string, init: RequestInit = {}): Promise<Response> {
+  const sent = token;
+  const response = await fetch(API + path, { ...init, headers: headers(init.body !== undefined) }).catch(lost);
+  if (GATEWAY.includes(response.status)) return lost(null);
+  return response.status === 401 && (await tokenInsteadOf(sent)) ? reach(path, init) : response;
 }
 
 export async function call(method: string, path: string, body?: unknown, signal?: AbortSignal): Promise<Data> {
-  const sent = token;
-  const response = await reach(path, {
-    method, signal, headers: headers(body !== undefined), body: body === undefined ? undefined : JSON.stringify(body),
-  });
-  if (response.status === 401) {
-    if (await tokenInsteadOf(sent)) return call(method, path, body, signal);
-  }
+  const response = await reach(path, { method, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   const text = await response.text().catch(lost);
   const kind = response.headers.get("content-type") ?? "";
   const data = kind.includes("json") && text ? JSON.parse(text) : text;
@@ -105,14 +102,14 @@ export const post = (path: string, body: unknown, signal?: AbortSignal): Promise
   call("POST", path, body, signal);
 
 export async function blob(path: string): Promise<Blob> {
-  const response = await reach(path, { headers: headers(false) });
+  const response = await reach(path);
   if (!response.ok) throw new Error(`HTTP ${response.status}`);
   return response.blob();
 }
 
 // Server-sent events by fetch, which can carry the token and the language; ends when the server does or `stop` says so.
 export async function events(path: string, stop: AbortSignal, take: (data: Data) => void): Promise<void> {
-  const response = await reach(path, { headers: headers(false), signal: stop });
+  const response = await reach(path, { signal: stop });
   if (response.status === 404) throw new Error(path.startsWith("/jobs") ? t("jobGone") : (await response.json()).detail);
   if (!response.ok || !response.body) throw new TypeError(`HTTP ${response.status}`);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -9,7 +9,7 @@ import { bytes, digits, energy, percent, seconds, signed, usd } from "./format";
 import { called, differences } from "./names";
 import { beside, go, jobs, openPlan, planId, planned, row, trouble } from "./state";
 import { t, maybe } from "./strings";
-import { perBillion } from "./summary";
+import { boundText, gapText, perBillion, usdIfKnown, WithoutTried } from "./summary";
 import { Legend, Rows, type Window } from "./timeline";
 import { Answer, Choice, Empty, Section, Skeleton, Table, useAnswer } from "./ui";
 
@@ -37,6 +37,7 @@ export function Compare(): JSX.Element {
   return (
     <>
       <Section title={t("compare")} note={t("compareHint")} tools={ids.length < 3 && others.length > 0 ? <Choice acts hidden label={t("addPlan")} path="compare" value="" options={[["", t("addPlan")], ...others.map((j: Data): [string, string] => [j.id, `${called(j, jobs.value)} · ${j.note}`])]} set={(id) => id && go(() => (beside.value = [...ids, id]))} /> : undefined}>
+        <WithoutTried words="comparedWithout" />
         {ids.length === 0 ? <Empty>{t("compareNone")}</Empty> : <Answer of={answer}>{(all) => {
           // While another is loaded, those that stay.
           const list = all.filter((x) => ids.includes(x.id)).map((x) => whole.data?.find((y) => y.id === x.id) ?? x);
@@ -72,6 +73,12 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
     return <>{text(value)}{i > 0 && <small class={good ? "delta good" : "delta soft"}>{other ? signed(value - base, text) : ""}</small>}</>;
   })];
   const e = (key: string) => (v: Data): number => v.estimate[key];
+  // What nobody said the price of is no cheaper than the rest.
+  const costs = (label: string, of: (v: Data) => number, better: Better): (JSX.Element | string)[] => {
+    const texts = list.map((x) => usdIfKnown(of(x.v), x.v.unpriced)), known = list.every((x, i) => texts[i] === usd(of(x.v)));
+    return known ? line(label, of, usd, better) : [label, ...texts];
+  };
+  const unpriced = [...new Set(list.flatMap((x) => x.v.unpriced as string[]))];
   const colors = [kindColors().F, kindColors().idle, kindColors().exposed, kindColors().reduce, kindColors().update];
   return (
     <>
@@ -86,9 +93,10 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
       <h3>{t("whatElse")}</h3>
       <Table label={t("whatElse")} head={["", ...list.map(mark)]} numeric={list.map((_, i) => i + 1)} rows={[
         ...(isSame ? [] : [[t("work"), ...list.map((x) => <span class="side">{work(x)}</span>)]]),
-        line(t("cost"), e("cost_usd"), usd), line(t("perBillionUsd"), (v) => perBillion(v.estimate), usd, "less"), line(t("tokens"), e("tokens_per_s"), digits, "more"), line(t("gap"), e("gap"), (gap: number | null) => (gap === null ? "…" : percent(gap)), "less", false), line(t("mfu"), e("mfu"), percent, "more", false),
+        costs(t("cost"), e("cost_usd"), shorter), costs(t("perBillionUsd"), (v) => perBillion(v.estimate), "less"), line(t("tokens"), e("tokens_per_s"), digits, "more"), [t("gap"), ...list.map((x) => <>{gapText(x.v.estimate, x.row)} <small class="soft">{boundText(x.v.estimate, x.row)}</small></>)], line(t("mfu"), e("mfu"), percent, "more", false),
         line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
         line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energy)]} />
+      {unpriced.length > 0 && <p class="soft">{t("noPrice", { devices: unpriced.join(", ") })}</p>}
       <h3>{t("stages")}</h3>
       {list.map((x, i) => <ol class="mini-strip" key={x.id} aria-label={own(x)}>{x.v.stages.map((s: Data, k: number) => <li key={k} style={{ borderColor: palette()[i] }} title={s.workers.map((w: Data) => `${w.region}: ${w.workers} × ${w.tp} ${w.device}`).join("; ")}><b>{k}</b> {s.layers}<small>{[...new Set(s.workers.map((w: Data) => w.region))].join(", ")}</small></li>)}</ol>)}
       <Timelines list={list} most={most} name={name} />

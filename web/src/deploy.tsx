@@ -7,8 +7,9 @@ import { mark, unmark } from "./faults";
 import { seconds, signed } from "./format";
 import { useKept } from "./kept";
 import { StopRun, State, steps, Tail, useRun } from "./runs";
-import { attempt, go, isUnderWay, notice, once, planId, row, runName, savePlan, shown, tried, view } from "./state";
+import { attempt, go, isUnderWay, notice, once, planId, row, runName, savePlan, shown, view } from "./state";
 import { t } from "./strings";
+import { WithoutTried } from "./summary";
 import { Answer, Empty, Field, number, Section, Skeleton, Table, useAnswer } from "./ui";
 
 const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Megatron-LM", torchtitan: "torchtitan", torchrun: "torchrun / dist_runner", slurm: "Slurm", kubernetes: "Kubernetes", skypilot: "SkyPilot", tc: "tc" };
@@ -25,7 +26,7 @@ export function Deploy(): JSX.Element {
   const answer = useAnswer((stop) => get(`/plans/${planId.value}/exports/${target}`, stop), `${planId.value} ${target}`);
   return (
     <>
-      {tried.value && <p class="error" role="status">{t("keepFirst")}</p>}
+      <WithoutTried words="keepFirst" />
       <Section title={t("target")}>
         <div class="pills" role="group" aria-label={t("target")}>{Object.entries(TARGETS).map(([x, name]) => <button type="button" key={x} id={`target-${x}`} aria-pressed={x === target} onClick={() => setTarget(x)}>{x === "tc" ? t("trafficControl") : name}</button>)}</div>
         <Answer of={answer}>{(data) => (data.target === target ? <Export data={data} /> : <Skeleton lines={8} />)}</Answer>
@@ -141,7 +142,7 @@ function Started({ name }: { name: string }): JSX.Element {
   if (!run) return <Skeleton lines={2} />;
   return (
     <div id="started"><div class="row"><b>{name}</b><State run={run} /><span class="soft">{steps(run)}</span>
-      {run.wanted && run.state === "running" && <progress max={run.wanted} value={run.steps} aria-label={t("working")} />}<span class="grow" /><StopRun run={run} />
+      {run.wanted && run.state === "running" && <progress max={run.wanted} value={run.reached} aria-label={t("working")} />}<span class="grow" /><StopRun run={run} />
       <button type="button" class="small" id="beside-it" onClick={() => go(() => { view.value = "runs"; runName.value = name; })}>{t("besideButton")}</button></div>
       {run.log && <Tail text={run.log} />}</div>
   );

@@ -180,7 +180,7 @@ function WhyNot(): JSX.Element {
   );
   if (!a) return <div id="why-not"><p class="soft">{t("whyNotHint")}</p>{begin(t("whyNotStart"))}{state.error && <p class="error">{state.error}</p>}</div>;
   const missing = [...a.left_out, ...(a.changes_left_out ? [t("changesLeftOut", { n: a.changes_left_out })] : [])];
-  return <div id="why-not"><Ideas a={a} />{missing.length > 0 && <><p class="soft" id="left-out-ideas">{t(state.state === "cancelled" ? "stoppedBefore" : "leftOutIdeas", { what: missing.join("; ") })}</p>{begin(t("whyNotMore"))}</>}</div>;
+  return <div id="why-not"><Ideas a={a} />{missing.length > 0 && <><p class="soft" id="left-out-ideas">{t(state.state === "cancelled" ? "stoppedBefore" : "leftOutIdeas", { what: missing.join(t("semicolon")) })}</p>{begin(t("whyNotMore"))}</>}</div>;
 }
 const felt = (a: Data): Data[] => a.sensitivities.filter((s: Data) => Math.min(s.same_plan, s.replanned) < -1e-4).sort((x: Data, y: Data) => x.replanned - y.replanned);
 function Ideas({ a }: { a: Data }): JSX.Element {

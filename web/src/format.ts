@@ -5,8 +5,8 @@ export const whole = (value: number): string => String(Math.round(value)).replac
 export function digits(value: number, count = 3): string {
   if (!Number.isFinite(value)) return "∞";
   if (value === 0) return "0";
-  if (Math.abs(value) >= 1000) return whole(value);
-  return String(Number(value.toPrecision(count)));
+  const short = Number(value.toPrecision(count));
+  return Math.abs(short) >= 1000 ? whole(value) : String(short); // 999.6, too, as the command line writes it
 }
 // A long name without its middle, as names differ at their ends.
 export function brief(name: string, most: number): string {

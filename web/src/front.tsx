@@ -6,10 +6,11 @@ import { get, patiently, post, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { draft } from "./draft";
-import { seconds, usd } from "./format";
+import { seconds } from "./format";
 import { attempt, follow, isUnderWay, loadJobs, once, openMade, outcome, requested, running, timeLeft, workNote } from "./state";
 import { StopJob } from "./stop";
 import { t } from "./strings";
+import { usdIfKnown } from "./summary";
 import { Empty, Section, Skeleton, Table } from "./ui";
 
 const KEY = "polygon-front";
@@ -75,7 +76,7 @@ function Points({ points, open }: { points: Data[]; open: (index: number) => voi
   return (
     <>
       <Chart name="front" label={t("front")} height={320} option={option} onClick={open} />
-      <Table label={t("front")} head={[t("step"), t("cost"), t("devices"), t("stagesCount"), ""]} numeric={[0, 1, 2, 3]} rows={points.map((p, i) => [seconds(p.step_s), usd(p.usd), p.devices, p.stages, <button type="button" class="small" aria-label={`${t("open")}: ${seconds(p.step_s)}, ${usd(p.usd)}`} onClick={() => open(i)}>{t("open")}</button>])} />
+      <Table label={t("front")} head={[t("step"), t("cost"), t("devices"), t("stagesCount"), ""]} numeric={[0, 1, 2, 3]} rows={points.map((p, i) => [seconds(p.step_s), usdIfKnown(p.usd, p.unpriced), p.devices, p.stages, <button type="button" class="small" aria-label={`${t("open")}: ${seconds(p.step_s)}, ${usdIfKnown(p.usd, p.unpriced)}`} onClick={() => open(i)}>{t("open")}</button>])} />
     </>
   );
 }

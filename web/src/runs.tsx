@@ -47,7 +47,7 @@ export function RunsPane(): JSX.Element {
 export const State = ({ run }: { run: Data }): JSX.Element => (
   <span class={`state ${run.state}`}>{t(`runState_${run.state}` as Key)}</span>
 );
-export const steps = (run: Data): string => (run.wanted && run.state !== "open" ? t("runSteps", { steps: run.steps, wanted: run.wanted }) : t("runStepsOnly", { steps: run.steps }));
+export const steps = (run: Data): string => (run.wanted && run.state !== "open" ? t("runSteps", { steps: run.reached, wanted: run.wanted }) : t("runStepsOnly", { steps: run.steps }));
 
 export function StopRun({ run }: { run: Data }): JSX.Element | null {
   if (run.state !== "running") return null;

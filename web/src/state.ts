@@ -86,17 +86,24 @@ function changesOf(text: string | null): Record<string, unknown> {
     return {};
   }
 }
+// What a plan or a search may be called (as in polygon/web/search_routes.py): what an address says goes into paths of the API.
+const ID = /^[\w-]{1,40}$/, RUN = /^\w[\w.-]{0,200}$/;
+const MOST_BESIDE = 3;
 function read(): void {
   const parts = new URLSearchParams(location.hash.slice(1));
   const wanted = parts.get("view") as View;
+  const named = (key: string): string[] => (parts.get(key) ?? "").split(",").filter(Boolean);
+  const gone = ["plan", "job", "with"].flatMap(named).find((id) => !ID.test(id));
+  const ids = (key: string): string[] => named(key).filter((id) => ID.test(id));
   batch(() => {
     if (!fault) trouble.value = ""; // it was said of where somebody was
+    if (gone !== undefined) trouble.value = t("planGone", { id: gone });
     view.value = VIEWS.includes(wanted) ? wanted : "overview";
-    beside.value = (parts.get("with") ?? "").split(",").filter(Boolean);
-    jobId.value = parts.get("job") ?? "";
-    runName.value = parts.get("run") ?? "";
+    beside.value = ids("with").slice(0, MOST_BESIDE);
+    jobId.value = ids("job")[0] ?? "";
+    runName.value = named("run").find((name) => RUN.test(name)) ?? "";
     changes.value = changesOf(parts.get("what"));
-    planId.value = parts.get("plan") ?? "";
+    planId.value = ids("plan")[0] ?? "";
   });
 }
 let going = false;

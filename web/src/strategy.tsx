@@ -7,7 +7,7 @@ import { ink, palette } from "./colors";
 import { bytes, digits, ofMemory, percent, runs, seconds, signed, usd } from "./format";
 import { packings } from "./names";
 import { attempt, copyLink, planId, row, savePlan, shown } from "./state";
-import { aim, isApart } from "./summary";
+import { aim, isApart, usdIfKnown, WithoutTried } from "./summary";
 import { maybe, programName, t } from "./strings";
 import { Answer, Section, Table, useAnswer } from "./ui";
 
@@ -53,11 +53,12 @@ export function Strategy(): JSX.Element {
       <Section title={t("planTable")} note={degrees} tools={<>
         <button type="button" class="small" onClick={() => void attempt(savePlan)}>{t("planFile")}</button>
         <button type="button" class="small" id="share" onClick={() => void attempt(copyLink)}>{t("shareLink")}</button></>}>
+        <WithoutTried words="fileWithout" />
         <Table label={t("planTable")} head={[t("stage"), t("layers"), t("region"), t("workers"), t("share"), t("busy"), t("memory"), t("options")]} rows={rows} numeric={[4, 5, 6]} />
         <p class="soft">{t("ranWith", { runtime: programName(v.runtime), micro: v.micro_batches, size: v.micro_batch_size })}{v.local_steps > 1 ? ` · ${t("every", { n: v.local_steps })}` : ""} · {t("tokensEach", { n: digits(v.estimate.tokens_per_s) })} · {t("mfu")} {percent(v.estimate.mfu)}</p>
       </Section>
       <Section title={t("reasons")}><ul class="plain" id="reasons">{reasons(v).map((r) => <li key={r}>{r}</li>)}</ul></Section>
-      <Section title={t("radar")}><Answer of={answer} lines={8}>{(data) => <Alternatives data={data} />}</Answer></Section>
+      <Section title={t("radar")}><WithoutTried words="comparedWithout" /><Answer of={answer} lines={8}>{(data) => <Alternatives data={data} />}</Answer></Section>
     </>
   );
 }
@@ -84,7 +85,7 @@ function Alternatives({ data }: { data: Data }): JSX.Element {
       {better && <p class="error" id="better-met">{made === "step_s" ? t("fasterMet", { name: maybe(better.key), step: seconds(better.step_s) }) : t("cheaperMet", { name: maybe(better.key), usd: usd(better.usd_per_step) })}</p>}
       <div class="half-half"><Chart name="radar" label={t("radar")} height={300} option={radar} /><Chart name="pareto" label={t("pareto")} height={300} option={points} /></div>
       <Table label={t("alternatives")} head={[t("alternatives"), t("step"), t("timeChange"), t("cost"), t("devices"), t("stagesCount")]} numeric={[1, 2, 3, 4, 5]}
-        rows={data.alternatives.map((a: Data) => [maybe(a.key), seconds(a.step_s), part(a, "step_s"), digits(a.usd_per_step), a.devices, a.stages])} />
+        rows={data.alternatives.map((a: Data) => [maybe(a.key), seconds(a.step_s), part(a, "step_s"), usdIfKnown(a.usd_per_step, a.unpriced), a.devices, a.stages])} />
       <details class="more"><summary>{t("aboutAxes")}</summary><p class="soft">{t("axes")}</p><p class="soft">{t("others")}</p><p class="soft">{t("paretoHint")}</p></details>
     </>
   );

@@ -37,6 +37,9 @@ export const isApart = (v: Data): boolean => v.traffic.pp_s + v.traffic.dp_s > 0
 export const WORTH = 0.01;
 /** Dollars for a billion tokens. */
 export const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
+/** An amount of dollars, unless it is nothing for the one reason that nobody said what devices cost. */
+export const usdIfKnown = (value: number, unpriced: string[] = []): string => (value || !unpriced.length ? usd(value) : UNKNOWN);
+const UNKNOWN = "—";
 
 /** The link that nobody gave with which another plan would gain more than this one with what limits it, if there is one:
     a plan made for a slow network avoids it, and is then limited by something else. */
@@ -131,12 +134,11 @@ export function Figures(): JSX.Element | null {
   const v = shown.value, p = planned.value;
   if (!v || !p) return loading.value ? <Skeleton lines={2} /> : null;
   const e = v.estimate, f = p.estimate;
-  const { gap, least, text } = aim(e), planGap = aim(f).gap;
   return (
     <dl class="figures">
       <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
-      <Figure name="perBillion" value={v.unpriced.length && !e.cost_usd ? "—" : usd(perBillion(e))} before={v.unpriced.length && !f.cost_usd ? undefined : usd(perBillion(f))} note={v.unpriced.length ? t("noPrice", { devices: v.unpriced.join(", ") }) : t("perStep", { usd: usd(e.cost_usd) })} />
-      <Figure name="gap" value={gap === null ? "…" : percent(gap)} before={planGap === null ? undefined : percent(planGap)} note={gap === null ? "" : t("noFaster", { step: text(least!) })} />
+      <Figure name="perBillion" value={usdIfKnown(perBillion(e), v.unpriced)} before={v.unpriced.length && !f.cost_usd ? undefined : usd(perBillion(f))} note={v.unpriced.length ? t("noPrice", { devices: v.unpriced.join(", ") }) : t("perStep", { usd: usd(e.cost_usd) })} />
+      <Figure name="gap" value={gapText(e)} before={aim(f).gap === null ? undefined : gapText(f)} note={boundText(e)} />
       <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={isApart(v) ? t("ofCommunication", { part: percent(v.traffic.hidden) }) : t("longerFor")} />
     </dl>
   );
@@ -147,11 +149,22 @@ export const keep = (): Promise<void> => once("keep", () => attempt(() => openMa
 const AIMS: Record<string, [string, string, (value: number) => string]> = {
   money: ["cost_usd", "least_usd", usd], "tokens-per-usd": ["cost_usd", "least_usd", usd], energy: ["energy_j", "least_energy_j", energy],
 };
-/** What the open plan was made for, of an estimate: its value, what no plan can beat, and how far it is above; null: not known (yet). */
-export function aim(e: Data): { value: number; least: number | null; gap: number | null; text: (value: number) => string } {
-  const [key, bound, text] = AIMS[row.value?.objective] ?? ["step_s", "lower_bound_s", seconds];
-  const value = e[key], least = e[bound] || null; // nothing is above what is free
-  return { value, least, gap: least === null ? null : value / least - 1, text };
+interface Aim { value: number; least: number | null; gap: number | null; text: (value: number) => string }
+/** What a plan (the open one) was made for, of an estimate: its value, what no plan can beat (null: not known yet), and how far
+    it is above; null: not known (yet), or no part of a bound of nothing, as where nobody said what devices cost. */
+export function aim(e: Data, of: Data = row.value): Aim {
+  const [key, bound, text] = AIMS[of?.objective] ?? ["step_s", "lower_bound_s", seconds];
+  const value = e[key], least = e[bound];
+  return { value, least, gap: least ? value / least - 1 : null, text };
+}
+/** How far a plan is above what no plan can beat, and what that is. */
+export function gapText(e: Data, of?: Data): string {
+  const { gap, least } = aim(e, of);
+  return gap !== null ? percent(gap) : least === null ? "…" : UNKNOWN;
+}
+export function boundText(e: Data, of?: Data): string {
+  const { least, text } = aim(e, of);
+  return least === null ? "" : t("noFaster", { step: text(least) });
 }
 const LATE_MS = 400;
 /** A plan that takes its time to be opened is named: what stands there until it is here is the one before. */
@@ -170,6 +183,10 @@ export function Opening(): JSX.Element | null {
 export function broken(v: Data): string {
   const said: string[] = [...v.broken, ...(v.over_memory > 0 ? [t("overMemory", { n: ofMemory(v.over_memory) })] : [])];
   return said.length ? t("broken", { what: said.join(t("semicolon")) }) : "";
+}
+/** Where something is of the plan as it was made, though more is tried on it: that is said. */
+export function WithoutTried({ words }: { words: "keepFirst" | "comparedWithout" | "fileWithout" }): JSX.Element | null {
+  return tried.value ? <p class="error" role="status">{t(words)}</p> : null;
 }
 export function Broken(): JSX.Element | null {
   const said = shown.value && !loading.value ? broken(shown.value) : ""; // as the banner

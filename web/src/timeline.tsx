@@ -8,6 +8,7 @@ import { dark, ink, kindColors, regionColor } from "./colors";
 import { percent, seconds, secondsTo } from "./format";
 import { attempt, changes, lit, openRun, planId, pointed, shown } from "./state";
 import { maybe, t } from "./strings";
+import { WithoutTried } from "./summary";
 import { Menu, Skeleton, Table, Upload } from "./ui";
 
 const ROW = 26, AXIS = 22, LABEL = 168;
@@ -49,6 +50,7 @@ export function Timeline(): JSX.Element {
         <Menu label="⋯" id="timeline-menu" name={t("timelineMenu")}>{() => <>
           <label class="check"><input type="checkbox" id="sends" checked={sends} onChange={(e) => setSends(e.currentTarget.checked)} />{t("showSends")}</label>
           <button type="button" onClick={() => void attempt(async () => download("predicted-trace.json", JSON.stringify(await get(`/plans/${planId.value}/trace`)), "application/json"))}>{t("perfetto")}</button>
+          <WithoutTried words="fileWithout" />
           <Upload label={t("openRun")} id="measured-file" many take={(texts) => void attempt(() => openRun(texts))} />
         </>}</Menu>
       </div>
