@@ -92,6 +92,7 @@ def collect(
     tell: Tell | None = None,
     tables: CostTables | None = None,
     met: Met | None = None,
+    later: int = 0,
 ) -> Collection:
     """Search by one objective after another, each from what was found before.
 
@@ -102,6 +103,8 @@ def collect(
     effort : Effort
         Of the first search; the others, which begin well, get half of it. Its time limit is for all together: once
         it is over no other search begins.
+    later : int
+        Searches that follow within the same time limit, and have as much of it.
     """
     effort = effort or Effort()
     clock = Clock(effort.time_limit_s)
@@ -114,7 +117,7 @@ def collect(
         left_s = clock.left_s()
         if i and left_s <= 0:
             break
-        share_s = left_s / (len(objectives) - i + (i == 0))
+        share_s = left_s / (len(objectives) + later - i + (i == 0))
         own = replace(effort, time_limit_s=2 * share_s) if i == 0 else _half(effort, share_s)
         known = [best[1] for best in _leaders(problem, bills, objectives)]
         try:
@@ -262,10 +265,11 @@ class _FrontRound:
             seed,
             objectives=ends,
             groups=self.groups,
-            effort=replace(effort, time_limit_s=clock.left_s((len(ends) + 1) / (in_all + 1))),
+            effort=effort,
             tell=share(tell, 0.0, len(ends) / in_all),
             tables=self.tables.for_problem(free),
             met=self.met,
+            later=BETWEEN,
         )
         tried: list[tuple[float, float]] = []
         for i in range(len(ends), in_all):
