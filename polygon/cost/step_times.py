@@ -626,10 +626,15 @@ def gradient_norm_s(tables: CostTables, place: Placement) -> float:
 
 def tied_parameters(plan: Plan, tables: CostTables, group: int) -> float:
     """Gradients of a tied weight that a worker of a group holds and sums apart from all others."""
-    if not tables.problem.runtime.tied_once or len(plan.stages) == 1:
+    return sum(tied_in_stage(plan, tables, stage) for stage in range(group, len(plan.stages), plan.groups))
+
+
+def tied_in_stage(plan: Plan, tables: CostTables, stage: int) -> float:
+    """The same of one of its stages: of the first or the last."""
+    last = len(plan.stages) - 1
+    if last == 0 or stage not in (0, last) or not tables.problem.runtime.tied_once:
         return 0.0
-    ends = sum(part in (0, len(plan.stages) - 1) for part in range(group, len(plan.stages), plan.groups))
-    return float(ends * tables.problem.model.tied_values)
+    return float(tables.problem.model.tied_values)
 
 
 def tied_embedding(plan: Plan, tables: CostTables) -> ReductionCost:

@@ -31,7 +31,7 @@ from polygon.bounds.lower_bound import link_free_bound, lower_bound
 from polygon.cost.collectives import double_tree_all_reduce_s
 from polygon.cost.estimate import Estimate, estimate
 from polygon.cost.stage_reduction import ReductionCost, group_packing, stage_reduction
-from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times, sums_of, tied_parameters
+from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times, sums_of, tied_in_stage
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import packed_bytes
 from polygon.domain.errors import one_of, require
@@ -134,13 +134,7 @@ class PricedChange:
     def gradients(self) -> list[float]:
         """Weight gradients that a worker of each stage holds (all its tensor-parallel ranks together) and sums with the
         others of its stage."""
-        plan, tables = self.plan, self.tables
-        apart = self.problem.model.tied_values if self.problem.runtime.tied_once and len(plan.stages) > 1 else 0
-        return [
-            max(held_parameters(plan, tables, s, tp) * tp for tp in {worker.tp for worker in stage.workers})
-            - (apart if s in (0, len(plan.stages) - 1) else 0)
-            for s, stage in enumerate(plan.stages)
-        ]
+        return [summed_values(self.plan, self.tables, s) for s in range(len(self.plan.stages))]
 
     @property
     def tied(self) -> tuple[int, int, int]:
@@ -339,8 +333,8 @@ def _reduction(
 
 def summed_values(plan: Plan, tables: CostTables, s: int) -> float:
     """Gradients that a worker of stage s sums with the others."""
-    held = max(held_parameters(plan, tables, s, worker.tp) * worker.tp for worker in plan.stages[s].workers)
-    return held - tied_parameters(plan, tables, s)
+    degrees = {worker.tp for worker in plan.stages[s].workers}
+    return max(held_parameters(plan, tables, s, tp) * tp for tp in degrees) - tied_in_stage(plan, tables, s)
 
 
 def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s: int, algorithm: str) -> float:
