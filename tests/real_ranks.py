@@ -52,6 +52,16 @@ def _enter(connection, function, rank, port, args):
         connection.send(("error", f"rank {rank}: {error!r}\n{traceback.format_exc()}"))
 
 
+def leave_together(store, rank, ranks):
+    """End only when all have done what they came for, and rank 0, which holds the store, when all others know it."""
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(ranks)])
+    if rank:
+        store.set(f"left/{rank}", "1")
+    else:
+        store.wait([f"left/{other}" for other in range(1, ranks)])
+
+
 def start_ranks(function, n_ranks, *args):
     """Start `function(rank, port, *args)` on every rank; processes and the ends of their pipes."""
     port, started = free_port(), []

@@ -10,7 +10,7 @@ from polygon_comm.transport import Wires
 from torch.distributed import HashStore, TCPStore
 
 from tests.patience import PATIENCE_S
-from tests.real_ranks import run_ranks
+from tests.real_ranks import leave_together, run_ranks
 
 
 def test_outer_update_is_nesterov_on_the_differences():
@@ -61,8 +61,7 @@ def quadratic_descent(rank, port, steps):
         for optimizer in optimizers:
             optimizer.step()
         outer.apply()
-    store.set(f"done/{rank}", "1")
-    store.wait(["done/0", "done/1"])
+    leave_together(store, rank, 2)
     return local.detach().tolist(), common.detach().tolist()
 
 
@@ -98,8 +97,7 @@ def two_regions_of_two(rank, port, divided):
     for step in range(3):
         weights += torch.randn(2, 41, generator=torch.Generator().manual_seed(step))[region][part]
         outer.apply()
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(4)])
+    leave_together(store, rank, 4)
     return weights.tolist(), len(outer.start) + len(outer.momentum)
 
 

@@ -11,7 +11,7 @@ from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 
 from tests.patience import PATIENCE_S
-from tests.real_ranks import run_ranks
+from tests.real_ranks import leave_together, run_ranks
 
 ELEMENTS = 1001
 
@@ -36,8 +36,7 @@ def rank_with_owners(rank, port, region_of, node_of, codec, central):
     sent = sum(wires.sent_bytes.values())
     weights = torch.full((ELEMENTS,), float(rank))
     group.share_from_owners_(weights, parts)
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(len(region_of))])
+    leave_together(store, rank, len(region_of))
     return [tuple(part) for part in parts], held, weights.tolist(), sent
 
 

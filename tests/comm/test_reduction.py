@@ -32,7 +32,7 @@ from polygon.domain.schedule import stage_spans
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
 from tests.patience import PATIENCE_S
-from tests.real_ranks import run_ranks
+from tests.real_ranks import leave_together, run_ranks
 
 STEPS = 12
 ELEMENTS = 5000
@@ -70,8 +70,7 @@ def sum_on_rank(rank, port, region_of, codec, streams, node_of=None, turns=1, tr
     group.sum_(small, "small", [(2,)])
     sent, error, same = sum(wires.sent_bytes.values()), group.packing_error, contribution(region_of[rank], STEPS)
     group.begin(same, "weights", [(50, 60), (2000,)], replicated=True)()
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(len(region_of))])
+    leave_together(store, rank, len(region_of))
     return torch.stack(sums).tolist(), small.tolist(), sent, error, same.tolist()
 
 
@@ -254,8 +253,7 @@ def sent_on_rank(rank, port, region_of, node_of):
     cores = CountedCores(rank)
     wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=cores)
     SumGroup(members, wires).sum_(contribution(rank, 0), "gradient")
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(len(region_of))])
+    leave_together(store, rank, len(region_of))
     return dict(cores.sent)
 
 
@@ -291,8 +289,7 @@ def lined_on_rank(rank, port, region_of, node_of, trees, sums):
         through.add(partial(begin, step), 1)
     through.wait()
     through.close()
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(len(region_of))])
+    leave_together(store, rank, len(region_of))
     return [vector.tolist() for vector in vectors]
 
 
@@ -326,8 +323,7 @@ def overlapped_on_rank(rank, port, ranks, sums):
         under_way.append(group.begin(vector, str(step)))
     while under_way:
         under_way.popleft()()
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(ranks)])
+    leave_together(store, rank, ranks)
     return torch.stack(vectors).tolist()
 
 
@@ -363,8 +359,7 @@ def posted_on_rank(rank, port, ranks, codec, trees):
     for _ in range(2):
         group.sum_(vector, "gradient", [(ELEMENTS,)])
         counts.append(wires.posted)
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(ranks)])
+    leave_together(store, rank, ranks)
     return counts
 
 
@@ -401,8 +396,7 @@ def buffers_on_rank(rank, port, region_of, codec, node_of=None, trees=()):
     wires = CountedWires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     group, vector, shapes = SumGroup(members, wires), contribution(rank, 0), [(ELEMENTS // 50, 50)]
     group.sum_(vector, "gradient", shapes)
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(len(region_of))])
+    leave_together(store, rank, len(region_of))
     packed = make_codec(codec, shapes).payload_bytes(ELEMENTS, vector.dtype)
     return group.buffer_bytes(ELEMENTS, vector.dtype, shapes), wires.posted_bytes, packed, bool(peers)
 
@@ -502,8 +496,7 @@ def owed_on_rank(rank, port, region_of, codec, node_of):
     group = SumGroup(members, wires)
     group.sum_(contribution(rank, 0), "gradient", [(50, 60), (2000,)])
     owed = [state["error"] for state in group.feedback().values() if state["error"] is not None]
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(len(region_of))])
+    leave_together(store, rank, len(region_of))
     return sum(error.numel() for error in owed)
 
 

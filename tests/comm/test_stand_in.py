@@ -6,6 +6,7 @@ from torch.distributed import AllreduceOptions, PrefixStore, TCPStore
 
 from tests.comm.stand_in import HangError, StandIn, watched_ranks
 from tests.patience import PATIENCE_S
+from tests.real_ranks import leave_together
 
 
 def pair(rank, port, board, **late):
@@ -18,15 +19,6 @@ def pair(rank, port, board, **late):
     return device, store, lambda name: device.group(PrefixStore(name, store), rank, 2, devices, PATIENCE_S)
 
 
-def leave(store, rank):
-    """Rank 0, which holds the store, goes last."""
-    if rank:
-        store.wait(["done/0"])
-    store.set(f"done/{rank}", "1")
-    if not rank:
-        store.wait(["done/1"])
-
-
 def both_ways(rank, port, board, first):
     """Two messages, one each way, over one communicator; `first[rank]` says which operation a rank issues first."""
     _, store, make = pair(rank, port, board)
@@ -37,7 +29,7 @@ def both_ways(rank, port, board, first):
     for work in works:
         work.wait()
     values = received.tolist()
-    leave(store, rank)
+    leave_together(store, rank, 2)
     return values
 
 
@@ -60,7 +52,7 @@ def crossed(rank, port, board, most_running):
     for work in works:
         work.wait()
     result = values.tolist()
-    leave(store, rank)
+    leave_together(store, rank, 2)
     return result
 
 
@@ -78,7 +70,7 @@ def thread_goes_on(rank, port, board):
     if rank:
         store.wait(["waited"])
         group.send([torch.arange(3.0)], 0).wait()
-        leave(store, rank)
+        leave_together(store, rank, 2)
         return None
     work = group.recv([values], 1)
     work.wait()
@@ -90,7 +82,7 @@ def thread_goes_on(rank, port, board):
     waited = work.is_completed()
     store.set("waited", "1")
     result = doubled.tolist()
-    leave(store, rank)
+    leave_together(store, rank, 2)
     return waited, unread, result
 
 
@@ -117,7 +109,7 @@ def summing_threads(rank, port, board, one_stream):
     way[0].send([torch.full((2,), 1.0 + rank)], 1 - rank).wait()
     device.finish()
     collecting.result()
-    leave(store, rank)
+    leave_together(store, rank, 2)
     return received.tolist()
 
 

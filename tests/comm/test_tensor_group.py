@@ -10,7 +10,7 @@ from polygon_comm.transport import Wires, gloo_devices, local_address
 from torch.distributed import ReduceOp, TCPStore
 
 from tests.patience import PATIENCE_S
-from tests.real_ranks import run_ranks
+from tests.real_ranks import leave_together, run_ranks
 
 SIZE = 3
 
@@ -41,8 +41,7 @@ def rank_of_worker(rank, port):
     first = x.clone()
     group.broadcast_(first)
     named["broadcast"] = first, None
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(SIZE)])
+    leave_together(store, rank, SIZE)
     return {name: [None if t is None else t.tolist() for t in pair] for name, pair in named.items()}
 
 
@@ -91,8 +90,7 @@ def rank_that_moves(rank, port):
     passing = [group.pass_on(torch.full((2, 3), 10.0 * rank + turn)) for turn in range(2)]
     assert [passed().unique().tolist() for passed in passing] == [[10.0 * ((rank - 1) % 3) + turn] for turn in range(2)]
     assert group.sent_bytes - before == 2 * 6 * 4
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(SIZE)])
+    leave_together(store, rank, SIZE)
     return arrived[:, 0].tolist(), gradient.tolist(), n_bytes, swapped[:, 0].tolist()
 
 
@@ -125,8 +123,7 @@ def rank_with_parts(rank, port):
         exchange.collect(0, splits, torch.float32, lambda split, part: taken.append((split.name, part.tolist())))
     exchange.finish()
     exchange.close()
-    store.set(f"done/{rank}", "1")
-    store.wait(["done/0", "done/1"])
+    leave_together(store, rank, 2)
     return taken, len(exchange.jobs)
 
 

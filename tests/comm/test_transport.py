@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from runners.engine.rank_layout import MOST_WARM_BYTES, Layout
 from tests.patience import PATIENCE_S
-from tests.real_ranks import run_ranks
+from tests.real_ranks import leave_together, run_ranks
 from tests.small_problems import routed_problem
 
 RANKS, MESSAGES = 3, 12
@@ -41,8 +41,7 @@ def talking_rank(rank, port, warm_bytes):
     wrong = [(peer, m) for peer, m, receipt in receipts if bool((receipt.wait() != 10 * peer + m).any())]
     for sending in sendings:
         sending.wait()
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(RANKS)])
+    leave_together(store, rank, RANKS)
     return before, wrong
 
 
@@ -67,8 +66,7 @@ def paced_rank(rank, port):
             with socket.socket(fileno=os.dup(descriptor)) as tcp:
                 rates.append(int.from_bytes(tcp.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder))
         most[peer] = rates
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(RANKS)])
+    leave_together(store, rank, RANKS)
     return most
 
 
