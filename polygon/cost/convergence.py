@@ -15,6 +15,7 @@ from typing import Any
 from polygon.domain.message import Message
 from polygon.domain.model import Model
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
+from polygon.domain.runnable import runnable
 from polygon.formats.serialization import parse_yaml
 
 TRAFFIC = ("activations", "activation_gradients", "weight_gradients")
@@ -91,7 +92,7 @@ def codec(mode: str) -> CodecQuality:
 
 
 def allowed(problem: Problem, level: str | None = None) -> Allowed:
-    """Kinds that a problem's constraints let the search choose.
+    """Kinds that a problem's constraints let the search choose, of those that its program runs.
 
     Parameters
     ----------
@@ -110,6 +111,12 @@ def allowed(problem: Problem, level: str | None = None) -> Allowed:
         listed = [mode for mode in rows(traffic) if mode in limits.compressions]
         chosen[traffic] = tuple(listed or ["none"]) if limits.compressions and level is None else tuple(kinds(traffic))
     steps = limits.local_steps if limits.local_steps and level is None else tuple(kinds("local_steps"))
+    if (runs := runnable(problem)) is not None:
+        packings = tuple(mode for mode in chosen["weight_gradients"] if mode in runs.gradient_packings)
+        return Allowed(
+            activations=("none",), activation_gradients=("none",), weight_gradients=packings or ("none",),
+            local_steps=(1,),
+        )  # fmt: skip
     return Allowed(**chosen, local_steps=tuple(sorted(steps)))
 
 

@@ -20,6 +20,7 @@ CONTEXT = ("ring", "heads", "gathered")
 CASTS = ("fused", "apart")
 GRAPHS = ("none", "routing", "step")
 EXPERTS = ("cut", "whole")
+PLANS = ("any", "uniform", "even", "sharded", "megatron", "torchtitan", "deepspeed")
 UPDATES = ("", "fused", "apart", "operations")
 NORMS = ("", "fused", "copies", "operations")
 POSITIONS = ("", "fused", "operations")
@@ -72,6 +73,10 @@ class Runtime:
 
     name: str = "unknown"
     version: str = ""
+    plans: str = "any"
+    """Which plans it runs: `any`; `uniform` ones (one degree of each kind, stages of equal width), of these those with
+    as many layers in all stages (`even`) or with data parallelism alone (`sharded`); or those that the configuration
+    of `megatron`, `torchtitan` or `deepspeed` says (`polygon.domain.runnable`)."""
     attention: str = "flash"
     """Kernel: `flash` (the vendor's), `flash2` and `flash1` (FlashAttention-2 and the one before), `triton` (that in
     Triton), `materialised` (scores written)."""
@@ -244,6 +249,7 @@ class Runtime:
             ("context", CONTEXT),
             ("experts", EXPERTS),
             ("update", UPDATES),
+            ("plans", PLANS),
             ("norms", NORMS),
             ("positions", POSITIONS),
             ("tp_overlap", TP_OVERLAP),

@@ -17,16 +17,12 @@ from polygon.domain.errors import Phrase, fault, require
 from polygon.domain.message import Message
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
+from polygon.domain.runnable import runnable_as
 from polygon.export.bundle import Export, Loss, json_text
 from polygon.export.launch_hosts import Host, Seat, hosts_text, seats
-from polygon.export.restrict import Rules, Uniform, find_uniform, losses
+from polygon.export.restrict import losses
 from polygon.export.scripts import PORT, STRICT, folded, run_name, start_all_script, torchrun_script
-
-RULES = Rules(
-    tensor=False, context=False, experts=False, chunks=False, uneven_layers=False, zero_with_pipeline=1, zero_alone=3,
-    shard_groups=False, gradient_packings=("none", "bf16"), recompute=("none", "full"),
-)  # fmt: skip
-
+from polygon.planning.uniform_plans import Uniform, find_uniform
 
 INSTEAD = {"fp8": "bf16", "tf32": "fp32"}
 """Precisions of which DeepSpeed's configuration knows nothing, and what is written."""
@@ -153,7 +149,8 @@ def export_deepspeed(problem: Problem, plan: Plan, tables: CostTables, hosts: Se
     if problem.model.family == "vit":
         raise fault("export", Phrase("a vision transformer"), Message("expected.for_deepspeed"))
     precision = problem.batch.precision
-    uniform = find_uniform(problem, plan, tables, RULES)
+    runs = runnable_as(problem, "deepspeed")
+    uniform = find_uniform(problem, plan, tables, runs)
     if uniform is None:
         return None
     rows = seats(problem.cluster, uniform.chain, hosts)
@@ -169,7 +166,7 @@ def export_deepspeed(problem: Problem, plan: Plan, tables: CostTables, hosts: Se
     for index, seat in enumerate(rows):
         files[run_name(seat)] = torchrun_script("The same without DeepSpeed's launcher.", rows, index, ["train.py"])
     files["start-all.sh"] = start_all_script(rows)
-    lost = losses(problem, plan, tables, RULES, uniform, "deepspeed")
+    lost = losses(problem, plan, tables, runs, uniform)
     if any(worker.tp > 1 for stage in plan.stages for worker in stage.workers):
         lost.append(Loss(what=Message("lost.tensor_parallelism")))
     if problem.model.experts:

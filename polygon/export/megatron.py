@@ -9,7 +9,6 @@ its distributed optimizer ZeRO-1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
@@ -17,10 +16,12 @@ from polygon.domain.errors import Phrase, fault
 from polygon.domain.message import Message
 from polygon.domain.model import Model
 from polygon.domain.plan import Plan, Problem
+from polygon.domain.runnable import runnable_as
 from polygon.export.bundle import Export, Loss
 from polygon.export.launch_hosts import Host, hosts_text, seats
-from polygon.export.restrict import Rules, Uniform, find_uniform, losses
+from polygon.export.restrict import Words, losses
 from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
+from polygon.planning.uniform_plans import Uniform, find_uniform
 
 
 def said_fields(model: Model) -> tuple[str, ...]:
@@ -36,13 +37,7 @@ def said_fields(model: Model) -> tuple[str, ...]:
     return tuple(said)
 
 
-RULES = Rules(
-    zero_with_pipeline=1,
-    zero_alone=3,
-    some_blocks=("full",),
-    rotary_scalings=("llama3",),
-    said_fields=said_fields,
-)
+WORDS = Words(rotary_scalings=("llama3",), said_fields=said_fields)
 SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 """`--data-parallel-sharding-strategy` by ZeRO stage."""
 
@@ -167,9 +162,8 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
     """Scripts that start `pretrain_gpt.py` of a Megatron-LM checkout; None where no uniform plan fits."""
     if problem.model.family == "vit":
         raise fault("export", Phrase("a vision transformer"), "a language model for Megatron-LM")
-    # Its distributed optimizer refuses SGD, also under Megatron-FSDP (core/optimizer/distrib_optimizer.py).
-    rules = replace(RULES, zero_with_pipeline=0, zero_alone=0) if problem.batch.optimizer == "sgd" else RULES
-    uniform = find_uniform(problem, plan, tables, rules)
+    runs = runnable_as(problem, "megatron")
+    uniform = find_uniform(problem, plan, tables, runs)
     if uniform is None:
         return None
     rows = seats(problem.cluster, uniform.chain, hosts)
@@ -185,7 +179,7 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
             rows, index, program, "MEGATRON_ROOT", exported=exported,
         )  # fmt: skip
     files["start-all.sh"] = start_all_script(rows)
-    lost = losses(problem, plan, tables, rules, uniform, "megatron")
+    lost = losses(problem, plan, tables, runs, uniform, WORDS)
     if len({w.pool for w in uniform.chain}) > 1:
         lost.append(Loss(what=Message("lost.speeds")))
     return Export(

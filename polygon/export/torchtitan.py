@@ -14,11 +14,13 @@ from polygon.domain.errors import InputError
 from polygon.domain.message import Message
 from polygon.domain.model import Model
 from polygon.domain.plan import Plan, Problem
+from polygon.domain.runnable import runnable_as
 from polygon.export.bundle import Export, Loss
 from polygon.export.launch_hosts import Host, hosts_text, seats
-from polygon.export.restrict import Rules, Uniform, find_uniform, losses
+from polygon.export.restrict import losses
 from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
 from polygon.formats.hugging_face_export import kind_of
+from polygon.planning.uniform_plans import Uniform, find_uniform
 
 MODULES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 """Of `torchtitan.models`, by Hugging Face's `model_type`."""
@@ -29,7 +31,6 @@ CONFIGS = frozenset(
     }
 )
 """Functions of these modules' `config_registry`, each the model of that name."""
-RULES = Rules(zero_with_pipeline=3, zero_alone=3)
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 """`training.mixed_precision_param`: all that it has; products in 8 bits are for a configuration to ask for."""
 INSTEAD = {"fp16": "bf16", "fp8": "bf16", "tf32": "fp32"}
@@ -91,7 +92,8 @@ def model_names(model: Model) -> tuple[str, str]:
 
 def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequence[Host]) -> Export | None:
     """Scripts that start `torchtitan.train`; None where no uniform plan fits."""
-    uniform = find_uniform(problem, plan, tables, RULES)
+    runs = runnable_as(problem, "torchtitan")
+    uniform = find_uniform(problem, plan, tables, runs)
     if uniform is None:
         return None
     rows = seats(problem.cluster, uniform.chain, hosts)
@@ -112,7 +114,7 @@ def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: S
     files["start-all.sh"] = start_all_script(rows)
     own = "" if module else "TITAN_MODULE=MODULE "
     named = own if config else f"{own}TITAN_CONFIG=CONFIGURATION "
-    lost = losses(problem, plan, tables, RULES, uniform, "torchtitan")
+    lost = losses(problem, plan, tables, runs, uniform)
     notes = [] if config else [Message("note.titan_config")]
     if not module and problem.model.family != "llama":
         lost.append(Loss(what=Message("lost.family", family=problem.model.family)))

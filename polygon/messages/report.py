@@ -15,6 +15,7 @@ from polygon.cost.money import TrainingRun
 from polygon.domain.groups import Groups
 from polygon.domain.message import TRAFFIC_UNITS, Message
 from polygon.domain.plan import Plan, Problem, Stage
+from polygon.domain.runnable import runnable
 from polygon.formats.convert import runtime_data
 
 if TYPE_CHECKING:
@@ -251,6 +252,14 @@ def describe_runtime(runtime: str | Mapping[str, Any]) -> str:
     return f"runtime       {said['name']}{''.join(changed)}"
 
 
+def _not_run(problem: Problem, plan: Plan) -> list[str]:
+    """Where the program does not run a plan as it is, a line that says so."""
+    runs = runnable(problem)
+    if runs is None or runs.runs(problem, plan):
+        return []
+    return [f"              which does not run this plan as it is (it runs plans of the kind {problem.runtime.plans})"]
+
+
 def _headline(problem: Problem, plan: Plan, estimate: Estimate, bounds: Bounds, limited_by: Message) -> str:
     used, all_devices = plan.world_size, problem.cluster.devices
     least_s = ROUNDED * estimate.step_s
@@ -259,6 +268,7 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate, bounds: Bounds, 
     relaxed = ", ".join(f"{name} {seconds(value)}" for name, value in bound.parts.items())
     lines = [
         describe_runtime(runtime_data(problem.runtime)),
+        *_not_run(problem, plan),
         f"step          {seconds(estimate.step_s)} (90 %: {seconds(estimate.low_s)} to {seconds(estimate.high_s)})",
         f"              {terms}",
         f"compute from  {_sources(estimate.sources['compute'].split('+'))}",

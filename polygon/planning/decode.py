@@ -23,6 +23,8 @@ from polygon.cost.tables import CostTables, context_degrees, powers_of_two, wide
 from polygon.cost.transfers import Placement
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
+from polygon.domain.runnable import Runnable, runnable
+from polygon.planning.checker import violations
 from polygon.planning.device_assignment import deal_devices, dealt_as
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import (
@@ -47,10 +49,12 @@ from polygon.planning.link_compression import (
     without_inside,
 )
 from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, is_step_time, value_of
+from polygon.planning.polish import in_chunks
 from polygon.planning.problem_arrays import Bank, Setting, build_bank, splits_sequence, worker_classes
 from polygon.planning.routing import build_routes
 from polygon.planning.stage_rules import StageRules
 from polygon.planning.sum_trees import legal, with_quick_sums
+from polygon.planning.uniform_plans import fitting, uniform_drafts, variants
 from polygon.planning.warmup_depths import Pacing
 
 SOCKET_WINDOW_BYTES = 4 * 2**20
@@ -140,6 +144,8 @@ class Decoder:
         self.classes = worker_classes(self.tables, tensor_limit)
         self.degrees = parallel_degrees(problem)
         """Context- and expert-parallel degrees that the search may choose."""
+        self.runs = runnable(problem)
+        """What the problem's program runs; None: every plan."""
         self.columns: dict[int, list[tuple[int, int]]] = {}
         """The classes of every pool, and their tensor-parallel degrees."""
         self.widest_class = lru_cache(maxsize=None)(self._widest_class)
@@ -275,6 +281,8 @@ class Decoder:
         allocation = self.legal(allocation)
         if self.rules and not allocation.workers.any():
             return Infeasible(reason=Message("reason.no_devices_by_rules"))
+        if self.runs is not None:
+            return self._decode_uniform(allocation, self.runs)
         if not relax:
             return self._decode(allocation, self.may, cuts, known_s)
         best: Plan | Infeasible = Infeasible(reason=NEVER_ENDS)
@@ -290,8 +298,14 @@ class Decoder:
                 best = plan
         return best
 
+    def is_run(self, plan: Plan) -> bool:
+        """Whether the problem's program runs a plan as it is."""
+        return self.runs is None or self.runs.runs(self.problem, plan)
+
     def settled(self, plan: Plan) -> Plan:
         """A plan, from wherever, with the allowed packings and local steps that make its value least."""
+        if self.runs is not None:
+            return plan
         options = [plan]
         for may in self._chain:
             options.append(
@@ -376,6 +390,47 @@ class Decoder:
             return Infeasible(reason=self.over_memory(replace(draft, spans=shortest)) or REASONS[NO_MEMORY])
         return self._with_local_steps(paced[0], may)
 
+    def _decode_uniform(self, allocation: Allocation, runs: Runnable) -> Plan | Infeasible:
+        """The best plan that the program runs on an allocation's devices, in the order of its stages.
+
+        Of every tensor-parallel degree that it has: as many stages as it has, or as many as make all as wide as one of
+        its own; all over the same number of workers, so that some devices may be left out.
+        """
+        best: Plan | Infeasible = Infeasible(reason=Message("reason.not_runnable", runtime=self.problem.runtime.name))
+        value = math.inf
+        size, ep = allocation.micro_batch_size, allocation.ep
+        for tp in dict.fromkeys(self.classes[c][1] for c in np.flatnonzero(allocation.workers.any(axis=0)).tolist()):
+            rows = [tuple(workers) for workers in self._workers_at(allocation, tp) if workers]
+            drafts = list(uniform_drafts(rows, size, ep, most_stages(self.problem), self.tables, runs)) if rows else []
+            for floor_s, draft in sorted(drafts, key=lambda pair: pair[0]):
+                if self.by_time and floor_s >= value:
+                    break
+                for may in self._chain:
+                    linked = replace(draft, links=self._links(list(draft.stages), size, may))
+                    for plan in fitting(linked, self.tables, runs):
+                        if self.rules and violations(self.problem, plan, self.tables):
+                            continue
+                        found = self.plan_value(plan)
+                        if found < value:
+                            best, value = plan, found
+        if not isinstance(best, Plan):
+            return best
+        others = [best, *variants(self.problem, best, best, self.tables, runs)]
+        if runs.chunks and (chunked := in_chunks(best, self.tables, self.plan_value)) is not None:
+            others.append(chunked)
+        return min(others, key=self.plan_value)
+
+    def _workers_at(self, allocation: Allocation, tp: int) -> list[list[Worker]]:
+        """Workers of every stage on its devices at one tensor-parallel degree, of pools that have it."""
+        rows = allocation.stages
+        counts = np.zeros_like(rows)
+        for columns in self.columns.values():
+            target = next((c for c, own in columns if own == tp), None)
+            if target is not None:
+                devices = sum(rows[:, c] * own for c, own in columns)
+                counts[:, target] = devices // (tp * allocation.cp) * allocation.cp
+        return self._workers(counts // allocation.cp, allocation.cp)
+
     def _dividing_ends_alike(self, plan: Plan) -> Plan | None:
         """The plan with one ZeRO stage at both ends, by the lesser of which a weight is divided that both have."""
         first, *middle, last = plan.stages if len(plan.stages) > 1 else (plan.stages[0],) * 2
@@ -407,7 +462,14 @@ class Decoder:
         """Deal out devices, pool by pool (`polygon.planning.device_assignment`)."""
         cp = allocation.cp
         rows = allocation.workers // cp
-        rows = rows[rows.any(axis=1)]
+        workers = self._workers(rows[rows.any(axis=1)], cp)
+        return [
+            self._stage(int(bounds[s]), int(bounds[s + 1]), tuple(workers[s]), options[:, s].tolist(), allocation.ep)
+            for s in range(count)
+        ]
+
+    def _workers(self, rows: np.ndarray, cp: int) -> list[list[Worker]]:
+        """Workers of cp groups each, so many of every class in every stage."""
         workers: list[list[Worker]] = [[] for _ in rows]
         tied = self.problem.model.tied_embeddings
         order = [dealt_as(place, len(rows), tied) for place in range(len(rows))]
@@ -422,10 +484,7 @@ class Decoder:
             for s, devices in zip(order, dealt, strict=True):
                 begins = [(pool.first_device + first, n) for first, n in devices]
                 workers[s] += [Worker(pool=p, devices=tuple(range(a, a + n)), cp=cp) for a, n in begins]
-        return [
-            self._stage(int(bounds[s]), int(bounds[s + 1]), tuple(workers[s]), options[:, s].tolist(), allocation.ep)
-            for s in range(count)
-        ]
+        return workers
 
     def _stage(self, first: int, last: int, workers: tuple[Worker, ...], option: list[int], ep: int) -> Stage:
         """A stage of layers [first, last) under a memory option of `polygon.planning.layer_split`."""
@@ -586,6 +645,8 @@ def parallel_degrees(problem: Problem) -> tuple[tuple[int, int], ...]:
     experts = problem.model.experts
     cps, powers = context_degrees(problem), powers_of_two(widest_pool(problem))
     eps = [ep for ep in powers if ep == 1 or (experts and experts % ep == 0)]
+    if (runs := runnable(problem)) is not None:
+        cps, eps = [cp for cp in cps if runs.cuts_sequences(problem, cp)], eps if runs.experts else [1]
     return tuple((cp, ep) for cp in cps for ep in eps)
 
 
@@ -628,6 +689,8 @@ def _out(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def most_stages(problem: Problem) -> int:
     """More stages than these are never tried: layers, devices, and 32."""
+    if (runs := runnable(problem)) is not None and not runs.pipeline:
+        return 1
     return min(problem.model.layers, problem.cluster.devices, problem.constraints.most_stages or MAX_STAGES, MAX_STAGES)
 
 

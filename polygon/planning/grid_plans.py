@@ -14,6 +14,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.errors import require
 from polygon.domain.message import Message
 from polygon.domain.plan import LinkUse, Plan, Problem, Worker
+from polygon.domain.runnable import runnable
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.grid3d.grid import GridResult, evaluate_all, parallel_config
 from polygon.grid3d.grid_rows import case_of
@@ -103,11 +104,14 @@ def find_grid_plan(
     best: tuple[float, Plan] | None = None
     reasons: list[Message] = []
     tried = 0
-    free = without_cost_limits(problem)
+    free, runs = without_cost_limits(problem), runnable(problem)
     for values in result.top(result.accepted):
         if tried == tries:
             break
         plan = plan_of(problem, parallel_config(values))
+        if runs is not None and not runs.runs(problem, plan):
+            reasons.append(Message("reason.not_run", runtime=problem.runtime.name))
+            continue
         found = violations(free, plan, tables)
         if found:
             reasons.append(found[0])

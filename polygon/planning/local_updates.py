@@ -11,6 +11,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.errors import OutOfTimeError
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
+from polygon.domain.runnable import runnable
 from polygon.planning.decode import Decoder, most_stages
 from polygon.planning.initial_solutions import replicated_starts
 from polygon.planning.nearby import allocation_of, best_of
@@ -45,8 +46,9 @@ def local_updates(
     Returns
     -------
     LocalUpdates or None
-        None where the plan has them, where local steps may be chosen already or were ruled out by a list, in fp16 (they
-        have no loss scaling), within one region, and where they bring less than `LEAST_GAIN`.
+        None where the plan has them, where local steps may be chosen already or were ruled out by a list, where the
+        program runs none, in fp16 (they have no loss scaling), within one region, and where they bring less than
+        `LEAST_GAIN`.
 
     Raises
     ------
@@ -54,7 +56,7 @@ def local_updates(
         `seconds_left` fell to 0 before that was known.
     """
     limits, cluster = problem.constraints, problem.cluster
-    if plan.local_steps > 1:
+    if plan.local_steps > 1 or runnable(problem) is not None:
         return None
     regions = {pool.region for pool in cluster.pools if problem.may_use(pool)}
     if len(regions) < 2 or limits.local_steps or max(allowed(problem).local_steps) > 1:

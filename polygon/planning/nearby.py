@@ -92,6 +92,8 @@ def checked(problem: Problem, plan: Plan | Infeasible, tables: CostTables, decod
     wrong = violations(problem, plan, tables)
     if wrong:
         return Outcome(reason=wrong[0])
+    if not decoder.is_run(plan):
+        return Outcome(reason=Message("reason.not_run", runtime=problem.runtime.name))
     return Outcome(plan=plan, bill=decoder.bill(plan))
 
 

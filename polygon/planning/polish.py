@@ -21,6 +21,7 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.divisors import divisors
 from polygon.domain.plan import Plan, Stage
+from polygon.domain.runnable import in_turn, runnable
 from polygon.planning.checker import violations
 from polygon.planning.sum_trees import with_trees
 from polygon.planning.warmup_depths import Pacing
@@ -63,12 +64,12 @@ def polished(
     expired : callable, optional
         Whether time is up; without it, evaluations alone are counted.
     """
-    best, value = plan, value_of(plan)
+    best, value, runs = plan, value_of(plan), runnable(tables.problem)
 
     def change_spans() -> None:
         """Take other spans where they help: as many are simulated as changes may be priced."""
         nonlocal best, value
-        if best.chunks == 1 and len(best.stages) > 1 and most > 0 and not expired():
+        if best.chunks == 1 and len(best.stages) > 1 and most > 0 and runs is None and not expired():
             paced = Pacing(best, tables).best(tries=most)
             found = math.inf if paced is None else value_of(paced[0])
             if paced is not None and found < value - GAIN * abs(value):
@@ -119,9 +120,14 @@ def affordable(micro_batches: int, stages: int, actions: int = MOST_ACTIONS) -> 
 def fitted(draft: Plan, tables: CostTables, known_s: float = math.inf) -> Plan | None:
     """The draft with spans, or where it is interleaved with recomputed blocks, that its memory holds; None if none.
 
-    None also where no spans and no order give a step of less than `known_s`.
+    None also where no spans and no order give a step of less than `known_s`, and where the program does not run it.
     """
-    if draft.chunks == 1 and len(draft.stages) > 1:
+    runs = runnable(tables.problem)
+    if runs is not None:
+        draft = draft.with_spans(in_turn(draft.stages[0].width, len(draft.stages)))
+        if not runs.runs(tables.problem, draft):
+            return None
+    elif draft.chunks == 1 and len(draft.stages) > 1:
         pacing = Pacing(draft, tables)
         paced = pacing.best(known_s) if pacing.floor_s < known_s else None
         return None if paced is None else paced[0]
@@ -132,7 +138,7 @@ def fitted(draft: Plan, tables: CostTables, known_s: float = math.inf) -> Plan |
         if not short:
             return draft
         more = [_recomputing(stage, 1) if s in short else stage for s, stage in enumerate(draft.stages)]
-        if draft.chunks == 1 or any(more[s] is None for s in short):
+        if draft.chunks == 1 or any(more[s] is None for s in short) or runs is not None:
             return None
         draft = replace(draft, stages=tuple(stage for stage in more if stage is not None))
 

@@ -18,6 +18,7 @@ from polygon.cost.sharding import copies_s
 from polygon.cost.tables import CostTables, running_sum
 from polygon.cost.transfers import LinkArrays, boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.domain.plan import RECOMPUTE, Problem
+from polygon.domain.runnable import runnable
 from polygon.jit.by_pointer import gives_pointed
 from polygon.planning.link_compression import activation_modes, gradient_mode, link_seconds, pays_inside
 
@@ -134,6 +135,8 @@ def splits_sequence(problem: Problem, tp: int, cp: int = 1) -> bool:
 def worker_classes(tables: CostTables, limit: int | None = None) -> Classes:
     """Every (pool, tensor-parallel degree) that a plan may use: allowed ones, degrees up to `limit`."""
     problem = tables.problem
+    if (runs := runnable(problem)) is not None and not runs.tensor:
+        limit = 1
     classes = []
     for pool in problem.cluster.pools:
         if not problem.may_use(pool):

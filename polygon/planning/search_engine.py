@@ -110,6 +110,8 @@ SHORT = 0.25
 MOST_RUNNERS_UP = 4
 TRIALS = 4
 """Part of a polish, one in so many, that every draft gets before the best of them gets all of it."""
+FEW_SPLITS = 2
+"""Of the best uniform splits, where the program runs other plans too: small changes turn their order."""
 FEWEST_FOR_SEVERAL = 100
 """Exact evaluations of an effort below which the best allocation alone is polished."""
 
@@ -610,7 +612,7 @@ _Draft = tuple[float, Plan, Allocation]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """Where a search begins: how many starts there were, all if none is a plan, and at most two uniform splits."""
+    """Where a search begins: how many starts there were, all if none is a plan, and the best uniform splits."""
 
     looked_at: int
     tried: list[Allocation]
@@ -648,7 +650,8 @@ def _begin_once(
         if most_rows not in splits:
             rows, left_s = candidates.space.groups, partial(clock.left_s, 0.5)
             try:
-                best = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=left_s, known=begun.value_s)[:2]
+                best = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=left_s, known=begun.value_s)
+                best = best if decoder.runs is not None else best[:FEW_SPLITS]
                 begun = replace(begun, uniform=best)
                 if lasting:
                     splits[most_rows] = best

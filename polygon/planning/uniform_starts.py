@@ -25,6 +25,7 @@ from polygon.domain.cluster import Pool
 from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError
 from polygon.domain.plan import RECOMPUTE, Plan, Problem
+from polygon.domain.runnable import Runnable, runnable
 from polygon.domain.schedule import interleaved_units
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.grid3d.splits import EVERYTHING, all_splits, configurations, interleave_fits, split_fault
@@ -117,7 +118,7 @@ def _of_pool(
         except InputError:  # more workers than the nodes have room for
             continue
         column = next((c for c, found in enumerate(decoder.classes) if found == (pool.index, config.tp)), None)
-        if column is None or config.pp > rows or violations(problem, plan, tables):
+        if column is None or config.pp > rows or not decoder.is_run(plan) or violations(problem, plan, tables):
             continue
         workers = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
         workers[: config.pp, column] = config.dp * config.cp
@@ -135,6 +136,7 @@ class _Splits:
         self, tables: CostTables, pool: Pool, most_rows: int, seconds_left: Callable[[], float], known_s: float
     ) -> None:
         self.tables, self.pool, self.most_rows, self.seconds_left = tables, pool, most_rows, seconds_left
+        self.runs = runnable(tables.problem)
         self.lanes, self.usable = Lanes(tables, pool), float(tables.limit_bytes[pool.index])
         self.step_s: dict[ParallelConfig, float] = {}
         """Of those looked at; inf where they do not fit."""
@@ -148,6 +150,8 @@ class _Splits:
         """Price those that may be among the best, no more than so many; whether any was."""
         families: dict[ParallelConfig, list[tuple[float, ParallelConfig]]] = {}
         for config in itertools.takewhile(lambda _: self.seconds_left() > 0, configs):
+            if self.runs is not None and not _says(self.runs, self.tables.problem, config):
+                continue
             least_s = self._least_s(config)
             if least_s <= WORTH * self.best_s and config not in self.step_s:
                 families.setdefault(_without_memory_options(config), []).append((least_s, config))
@@ -187,6 +191,19 @@ class _Splits:
     def _count(self, config: ParallelConfig) -> int:
         """Micro-batches of a replica."""
         return self.tables.problem.batch.global_batch // (config.dp * config.micro_batch_size)
+
+
+def _says(runs: Runnable, problem: Problem, config: ParallelConfig) -> bool:
+    """Whether a program has the degrees, chunks and memory options of a split."""
+    return (
+        (runs.pipeline or config.pp == 1)
+        and (runs.tensor or config.tp == 1)
+        and runs.cuts_sequences(problem, config.cp)
+        and (runs.experts or config.ep == 1)
+        and (runs.chunks or config.chunks == 1)
+        and config.zero <= runs.most_zero(config.pp)
+        and config.recompute in runs.recompute
+    )
 
 
 def _first_round(problem: Problem, pool: Pool, *, chunked: bool) -> Iterator[ParallelConfig]:

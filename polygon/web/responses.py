@@ -171,6 +171,8 @@ class View(TypedDict):
 
     model: str
     runtime: dict[str, str]
+    run: bool
+    """Whether the runtime runs the plan as it is."""
     batch: dict[str, int]
     estimate: EstimateOut
     micro_batches: int

@@ -21,10 +21,11 @@ from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.estimate import Estimate, estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
-from polygon.export.restrict import Rules, find_uniform
+from polygon.domain.runnable import RUNNABLE
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import simple_starts
 from polygon.planning.nearby import allocation_of
+from polygon.planning.uniform_plans import find_uniform
 from polygon.web.views import front, unpriced
 
 MOST_POINTS = 16
@@ -43,7 +44,7 @@ def compare(problem: Problem, plan: Plan, tables: CostTables) -> dict[str, Any]:
             best[kind] = (step_s, other)
     for kind, (_, other) in best.items():
         named[kind] = (other, estimate(problem, other, tables))
-    uniform = find_uniform(problem, plan, tables, Rules())
+    uniform = find_uniform(problem, plan, tables, RUNNABLE["uniform"])
     if uniform is not None:
         named["uniform"] = (uniform.plan, estimate(problem, uniform.plan, tables))
     nearby = [(other, estimate(problem, other, tables)) for other in _fewer(problem, decoder, plan)]

@@ -8,17 +8,18 @@ import pytest
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import SumTree
-from polygon.export.deepspeed import RULES as DEEPSPEED
-from polygon.export.megatron import RULES as MEGATRON
-from polygon.export.restrict import Rules, find_uniform, losses
+from polygon.domain.runnable import RUNNABLE
+from polygon.export.megatron import WORDS
+from polygon.export.restrict import losses
 from polygon.planning.checker import violations
+from polygon.planning.uniform_plans import find_uniform
 from tests.cost.test_step_times import far_problem, replicas
 from tests.exported_plans import DIMENSIONS, drawn, of_dimensions
 
-RULES = [Rules(), Rules(tensor=False, uneven_layers=False, gradient_packings=("none", "bf16"))]
+DEEPSPEED, MEGATRON = RUNNABLE["deepspeed"], RUNNABLE["megatron"]
 
 
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("rules", RUNNABLE.values(), ids=RUNNABLE)
 def test_a_uniform_plan_is_uniform_and_can_be_run(rules):
     """One degree, one width, equal shares, no violation, and devices that the plan itself uses."""
     made = 0
@@ -40,13 +41,13 @@ def test_a_uniform_plan_is_uniform_and_can_be_run(rules):
     assert made >= 12
 
 
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("rules", RUNNABLE.values(), ids=RUNNABLE)
 def test_losses_add_up_to_the_difference_of_the_steps(rules):
     """Each loss is priced by the shared estimate, one after another."""
     for problem, plan, tables in drawn(16):
         uniform = find_uniform(problem, plan, tables, rules)
         if uniform is not None:
-            lost = losses(problem, plan, tables, rules, uniform, "it")
+            lost = losses(problem, plan, tables, rules, uniform)
             total = sum(loss.cost_s for loss in lost)
             assert total == pytest.approx(uniform.step_s - step_times(plan, tables).step_s, abs=1e-9)
 
@@ -58,7 +59,7 @@ def test_a_plan_that_the_target_can_say_stays_as_it_is(model, degrees):
     uniform = find_uniform(problem, plan, tables, MEGATRON)
     assert uniform.plan.stages == plan.stages and uniform.plan.chunks == plan.chunks
     assert uniform.step_s == step_times(plan, tables).step_s
-    assert losses(problem, plan, tables, MEGATRON, uniform, "megatron") == []
+    assert losses(problem, plan, tables, MEGATRON, uniform, WORDS) == []
     for name in ("dp", "tp", "pp", "cp", "ep"):
         assert getattr(uniform, name) == degrees.get(name, 1)
 
@@ -72,7 +73,7 @@ def test_what_a_target_lacks_is_re_arranged_and_named(model, degrees):
         return
     assert violations(problem, uniform.plan, tables) == []
     assert (uniform.tp, uniform.cp, uniform.ep, uniform.plan.chunks) == (1, 1, 1, 1)
-    lost = losses(problem, plan, tables, DEEPSPEED, uniform, "deepspeed")
+    lost = losses(problem, plan, tables, DEEPSPEED, uniform)
     priced = [loss.cost_s for loss in lost if loss.cost_s is not None]
     assert {loss.what.kind for loss in lost if loss.cost_s is None} <= {"lost.blocks"}
     assert sum(priced) == pytest.approx(uniform.step_s - step_times(plan, tables).step_s)
@@ -88,7 +89,7 @@ def test_of_a_plan_with_speeds_of_its_own_the_degrees_are_kept(model, degrees):
     problem, plan, tables = of_dimensions(model, degrees)
     other = replace(plan, routes=np.ascontiguousarray(plan.routes[::-1]))
     uniform = find_uniform(problem, other, tables, MEGATRON)
-    assert not MEGATRON.express(problem, other) and violations(problem, uniform.plan, tables) == []
+    assert not MEGATRON.runs(problem, other) and violations(problem, uniform.plan, tables) == []
     assert uniform.step_s <= 1.05 * step_times(plan, tables).step_s
 
 
@@ -102,7 +103,7 @@ def test_trees_that_regions_sum_over_are_lost():
     plan = replicas(problem, trees=(SumTree(part=1.0, root=0),))
     uniform = find_uniform(problem, plan, tables, MEGATRON)
     (lost,) = [
-        loss for loss in losses(problem, plan, tables, MEGATRON, uniform, "it") if loss.what.kind == "lost.trees"
+        loss for loss in losses(problem, plan, tables, MEGATRON, uniform, WORDS) if loss.what.kind == "lost.trees"
     ]
     assert lost.cost_s > 1
     assert lost.cost_s == pytest.approx(step_times(plain, tables).step_s - step_times(plan, tables).step_s)

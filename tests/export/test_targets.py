@@ -16,24 +16,23 @@ from polygon.cost.tables import CostTables
 from polygon.domain.block import RotaryScaling
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
+from polygon.domain.runnable import RUNNABLE
 from polygon.export.__main__ import main
-from polygon.export.deepspeed import RULES as DEEPSPEED
 from polygon.export.deepspeed import ds_config
 from polygon.export.launch_hosts import default_hosts, read_hosts, seats, used_nodes
-from polygon.export.megatron import RULES as MEGATRON
 from polygon.export.megatron import layout, model_arguments
-from polygon.export.restrict import find_uniform
 from polygon.export.targets import TARGETS, export
 from polygon.export.torchrun import by_rank
-from polygon.export.torchtitan import RULES as TITAN
 from polygon.export.torchtitan import module_names
 from polygon.formats import catalogue, files
 from polygon.formats.convert_plan import plan_data
+from polygon.planning.uniform_plans import find_uniform
 from tests import megatron_flags, target_parsers
 from tests.deepspeed_parser import read_by_deepspeed
 from tests.exported_plans import DIMENSIONS, drawn, of_dimensions, planned
 from tests.patience import PATIENCE_S
 
+DEEPSPEED, MEGATRON, TITAN = (RUNNABLE[target] for target in ("deepspeed", "megatron", "torchtitan"))
 SHELLCHECK_PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # noqa: PTH120
 HOSTILE = [
     "$(touch pwned)",

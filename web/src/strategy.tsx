@@ -56,6 +56,7 @@ export function Strategy(): JSX.Element {
         <WithoutTried words="fileWithout" />
         <Table label={t("planTable")} head={[t("stage"), t("layers"), t("region"), t("workers"), t("share"), t("busy"), t("memory"), t("options")]} rows={rows} numeric={[4, 5, 6]} />
         <p class="soft">{t("ranWith", { runtime: programName(v.runtime), micro: v.micro_batches, size: v.micro_batch_size })}{v.local_steps > 1 ? ` · ${t("every", { n: v.local_steps })}` : ""} · {t("tokensEach", { n: digits(v.estimate.tokens_per_s) })} · {t("mfu")} {percent(v.estimate.mfu)}</p>
+        {!v.run && <p class="error" id="not-run">{t("notRun", { runtime: programName(v.runtime) })}</p>}
       </Section>
       <Section title={t("reasons")}><ul class="plain" id="reasons">{reasons(v).map((r) => <li key={r}>{r}</li>)}</ul></Section>
       <Section title={t("radar")}><WithoutTried words="comparedWithout" /><Answer of={answer} lines={8}>{(data) => <Alternatives data={data} />}</Answer></Section>

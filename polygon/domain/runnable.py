@@ -1,0 +1,126 @@
+"""Which plans a program runs: what its configuration can say.
+
+Polygon's engine runs every plan. Others know one degree of each kind of parallelism, stages of equal width and
+micro-batches dealt in turn (1F1B, interleaved or not), and of these not all: a search for them finds what they run, and
+exports leave out what they cannot say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polygon.domain.model import Model
+from polygon.domain.plan import Plan, Problem, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runnable:
+    """Of uniform plans those that a program runs."""
+
+    pipeline: bool = True
+    tensor: bool = True
+    """Tensor parallelism, with norms on parts of the sequence where there is some."""
+    context: bool = True
+    experts: bool = True
+    """Experts spread over devices that hold the same layers."""
+    chunks: bool = True
+    """Several stages on each group of workers."""
+    uneven_layers: bool = True
+    zero_with_pipeline: int = 1
+    zero_alone: int = 3
+    shard_groups: bool = True
+    """ZeRO within groups of a stage's devices, copies between them."""
+    gradient_packings: tuple[str, ...] = ("none",)
+    """Packings of weight gradients, one for all links."""
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    some_blocks: tuple[str, ...] = ()
+    """Kinds of recomputation that may be for a number of a stage's blocks, the same in all."""
+
+    def most_zero(self, stages: int) -> int:
+        """The highest stage of ZeRO in a pipeline of so many."""
+        return self.zero_with_pipeline if stages > 1 else self.zero_alone
+
+    def runs(self, problem: Problem, plan: Plan) -> bool:
+        """Whether the program runs a plan as it is, but for how links are packed."""
+        first, model = plan.stages[0], problem.model
+        worker, dp = first.workers[0], first.width
+        if any(stage.width != dp for stage in plan.stages):
+            return False
+        turns = np.arange(plan.micro_batches) % dp
+        alike = {
+            (stage.zero, stage.shards, stage.recompute, stage.recompute_blocks, stage.ep,
+             stage.sequence_parallel, *((w.tp, w.cp) for w in stage.workers))
+            for stage in plan.stages
+        }  # fmt: skip
+        blocks = [blocks_of(model, stage) for stage in plan.stages]
+        return (
+            len(alike) == 1
+            and len({(w.tp, w.cp) for w in first.workers}) == 1
+            and plan.micro_batches % dp == 0
+            and (plan.routes == turns[:, None]).all()
+            and (len(plan.stages) == 1 or (plan.order is None and plan.spans == in_turn(dp, len(plan.stages))))
+            and min(blocks) > 0
+            and (self.uneven_layers or max(blocks) - min(blocks) <= 1)
+            and (self.pipeline or len(plan.stages) == 1)
+            and (self.tensor or worker.tp == 1)
+            and self.cuts_sequences(problem, worker.cp)
+            and (self.experts or first.ep == 1)
+            and (plan.chunks == 1 or (self.chunks and (plan.micro_batches // dp) % plan.groups == 0))
+            and first.zero <= self.most_zero(len(plan.stages))
+            and (self.shard_groups or first.shards in (0, dp * worker.cp))
+            and first.recompute in self.recompute
+            and (first.recompute_blocks is None or first.recompute in self.some_blocks)
+        )
+
+    def cuts_sequences(self, problem: Problem, cp: int) -> bool:
+        """Whether sequences can be cut into cp parts: uniform programs give every rank two pieces, an early, a late."""
+        return cp == 1 or (self.context and problem.batch.seq_len % (2 * cp) == 0)
+
+    def degrees(self, problem: Problem, plan: Plan) -> list[tuple[int, int]]:
+        """Context- and expert-parallel degrees worth a try for a plan's devices: none, and those that it has."""
+        context = {1, *(w.cp for stage in plan.stages for w in stage.workers if self.cuts_sequences(problem, w.cp))}
+        experts = {1, *(stage.ep for stage in plan.stages if self.experts)}
+        return sorted(itertools.product(context, experts))
+
+
+RUNNABLE: Mapping[str, Runnable] = {
+    "uniform": Runnable(),
+    "even": Runnable(uneven_layers=False),
+    "sharded": Runnable(pipeline=False, tensor=False, context=False, experts=False, chunks=False),
+    "megatron": Runnable(some_blocks=("full",)),
+    "torchtitan": Runnable(zero_with_pipeline=3),
+    "deepspeed": Runnable(
+        tensor=False, context=False, experts=False, chunks=False, uneven_layers=False, shard_groups=False,
+        gradient_packings=("none", "bf16"), recompute=("none", "full"),
+    ),
+}  # fmt: skip
+"""By what a runtime says (`Runtime.plans`); of `any` there is none."""
+
+
+def runnable(problem: Problem) -> Runnable | None:
+    """What the problem's program runs; None where it runs every plan."""
+    plans = problem.runtime.plans
+    return None if plans == "any" else runnable_as(problem, plans)
+
+
+def runnable_as(problem: Problem, plans: str) -> Runnable:
+    """What a program that runs such plans runs of a problem."""
+    found = RUNNABLE[plans]
+    if plans == "megatron" and problem.batch.optimizer == "sgd":
+        # Its distributed optimizer refuses SGD, also under Megatron-FSDP (core/optimizer/distrib_optimizer.py).
+        return replace(found, zero_with_pipeline=0, zero_alone=0)
+    return found
+
+
+def in_turn(width: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """Spans of a pipeline of equal width whose micro-batches are dealt in turn."""
+    return ((width,) * width,) * stages
+
+
+def blocks_of(model: Model, stage: Stage) -> int:
+    """Blocks of a stage: its layers less embedding and head."""
+    return min(stage.last_layer, model.blocks + 1) - max(stage.first_layer, 1)

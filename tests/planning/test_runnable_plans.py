@@ -1,0 +1,109 @@
+"""Searches for programs that run uniform plans alone: what they find these run, and exports say it as it is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.plan import Plan
+from polygon.domain.runnable import RUNNABLE, runnable
+from polygon.domain.runtime import PLANS
+from polygon.export.targets import export
+from polygon.formats import catalogue
+from polygon.planning.checker import violations
+from polygon.planning.decode import Allocation, Decoder, most_stages
+from polygon.planning.frontier import find_front, find_within_limits
+from polygon.planning.search_engine import Effort, find_plan
+from polygon.planning.uniform_plans import find_uniform
+from tests.exported_plans import drawn
+
+EFFORT = Effort(fluid_evaluations=400, exact_evaluations=20, polish_evaluations=20, patience=200)
+PROGRAMS = ("megatron-core", "torchtitan", "deepspeed", "megatron-2022")
+
+
+def problems(program, count=2):
+    """Drawn ones, each once, for a program."""
+    for problem in list({id(problem): problem for problem, _, _ in drawn(4 * count)}.values())[:count]:
+        yield replace(problem, runtime=catalogue.runtime(program))
+
+
+def test_programs_say_what_they_run():
+    """Ours runs every plan, others those of an entry; a user may say otherwise."""
+    assert set(PLANS) == {"any", *RUNNABLE}
+    said = {name: of.plans for name, of in catalogue.runtimes().items()}
+    assert {name for name, plans in said.items() if plans == "any"} >= {"polygon", "polygon-compiled", "unknown"}
+    for program in PROGRAMS:
+        assert said[program] != "any", program
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_search_finds_what_the_program_runs(program):
+    """On drawn clusters of unequal devices; no slower than the search for any plan, re-arranged."""
+    found = 0
+    for problem in problems(program):
+        tables, runs = CostTables(problem), runnable(problem)
+        plan = find_plan(problem, np.random.default_rng(0), effort=EFFORT, tables=tables).plan
+        free = replace(problem, runtime=replace(problem.runtime, plans="any"))
+        other = find_plan(free, np.random.default_rng(0), effort=EFFORT, tables=CostTables(free)).plan
+        uniform = other and find_uniform(problem, other, tables, runs)
+        if plan is None:
+            assert uniform is None
+            continue
+        found += 1
+        assert runs.runs(problem, plan)
+        assert violations(problem, plan, tables) == []
+        assert {use.activations for use in plan.links} <= {"none"} and plan.local_steps == 1
+        assert uniform is None or step_times(plan, tables).step_s <= 1.02 * uniform.step_s
+    assert found
+
+
+@pytest.mark.parametrize(("program", "target"), [("megatron-core", "megatron"), ("torchtitan", "torchtitan")])
+def test_an_export_loses_nothing_of_what_was_searched_for_its_target(program, target):
+    """The plan is exported as it is, at the step that the search said."""
+    for problem in problems(program):
+        plan = find_plan(problem, np.random.default_rng(0), effort=EFFORT).plan
+        if plan is not None:
+            result = export(problem, plan, target)
+            assert result.step_s == pytest.approx(result.plan_step_s)
+            assert not [loss for loss in result.losses if loss.cost_s]
+
+
+def test_every_allocation_decodes_to_what_the_program_runs():
+    """Whatever its widths, degrees and setting; stages that memory has no room for are cut by what it has room for."""
+    rng, made = np.random.default_rng(0), 0
+    for problem in problems("megatron-core"):
+        decoder = Decoder(problem)
+        for _ in range(40):
+            rows = rng.integers(0, 4, (int(rng.integers(1, min(5, most_stages(problem)) + 1)), len(decoder.classes)))
+            room = np.array([pool.devices for pool in problem.cluster.pools])
+            for c, (pool, tp) in enumerate(decoder.classes):
+                for s in range(len(rows)):
+                    rows[s, c] = min(rows[s, c], room[pool] // tp)
+                    room[pool] -= rows[s, c] * tp
+            size = int(rng.choice(decoder.tables.micro_batch_sizes))
+            plan = decoder.decode(Allocation(workers=rows, micro_batch_size=size)) if rows.any() else None
+            if isinstance(plan, Plan):
+                made += 1
+                assert decoder.runs.runs(problem, plan) and violations(problem, plan, decoder.tables) == []
+    assert made > 40
+
+
+def test_limits_and_fronts_keep_to_what_the_program_runs():
+    """A budget by the hour, and all trade-offs of time and money."""
+    for problem in problems("torchtitan", 1):
+        runs = runnable(problem)
+        points, _ = find_front(problem, 0, effort=EFFORT)
+        assert points and all(runs.runs(problem, point.plan) for point in points)
+        limits = replace(problem.constraints, most_usd_per_hour=0.7 * max(p.bill.usd_per_hour for p in points))
+        plan = find_within_limits(replace(problem, constraints=limits), 0, effort=EFFORT).plan
+        assert plan is None or runs.runs(problem, plan)
+
+
+def test_a_program_without_pipelines_gets_none():
+    """Fully sharded training: one stage, data parallelism alone."""
+    for problem in problems("fsdp"):
+        plan = find_plan(problem, np.random.default_rng(1), effort=EFFORT).plan
+        if plan is not None:
+            assert len(plan.stages) == 1 and {w.tp * w.cp for w in plan.workers} == {1}
