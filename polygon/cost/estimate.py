@@ -30,7 +30,7 @@ from polygon.cost.transfers import Placement, boundary_values
 from polygon.cost.uncertainty import Known, group_of_run, interval, program_error
 from polygon.domain.cluster import Cluster
 from polygon.domain.plan import Plan, Problem, Stage
-from polygon.domain.schedule import in_flight, interleaved_in_flight, windows
+from polygon.domain.schedule import in_flight, interleaved_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +117,9 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
 
 def _worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[MemoryBreakdown]:
     result: list[MemoryBreakdown] = []
-    window = windows(plan)
     for s in range(plan.groups):
         # Workers that are cut alike and hold as many micro-batches peak alike: thousands of them are a few kinds.
-        held = in_flight(plan, s, window) if plan.chunks == 1 else interleaved_in_flight(plan, s)
+        held = _held(plan, tables, s)
         which, different = numbered(room_of_sums(plan, place, s, tables.links, tables.problem.runtime))
         kinds, kind = alike(place.tp[place.members(s)], (held * plan.chunks).astype(np.int64), place.shards[s], which)
         of_kind = [
@@ -131,6 +130,15 @@ def _worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Mem
     # A worker's chunks are on the same devices: each of its stages has the peak of all.
     result *= plan.chunks
     return result
+
+
+def _held(plan: Plan, tables: CostTables, stage: int) -> np.ndarray:
+    """Most micro-batches (of chunks: units of one) that each worker of a stage holds at one time."""
+    if plan.chunks > 1:
+        return interleaved_in_flight(plan, stage)
+    of = plan.routes, plan.spans, plan.order
+    known = tables.held.get(of, stage)
+    return tables.held.put(in_flight(plan, stage), of, stage) if known is None else known
 
 
 def group_memory(

@@ -152,6 +152,8 @@ class CostTables:
         """Peak memory of the workers of plans that were priced."""
         self.like_memory = Kept[list[MemoryBreakdown]](KEPT_PLANS)
         """The same by what of a plan it follows from."""
+        self.held = Kept[np.ndarray](KEPT_GROUPS)
+        """Micro-batches in flight on the workers of a stage, by routes, spans and order."""
         self.plan_terms = Kept[Any](KEPT_PLANS)
         """What `polygon.cost.step_times` works out of a plan and its spans do not change; then what its layers and
         their execution do not, and what one group of workers needs."""
@@ -231,6 +233,7 @@ class CostTables:
         other = CostTables(problem, self._profiles, self.calibration, links)
         other._memory, other._places = self._memory, self._places
         other.plan_memory, other.like_memory, other.stage_rows = self.plan_memory, self.like_memory, self.stage_rows
+        other.held = self.held
         return other
 
     def placement(self, plan: Plan) -> Placement:

@@ -30,6 +30,7 @@ class Runnable:
     chunks: bool = True
     """Several stages on each group of workers."""
     uneven_layers: bool = True
+    """Stages of unlike numbers of layers; the first may have the embedding alone, the last the head."""
     zero_with_pipeline: int = 1
     zero_alone: int = 3
     shard_groups: bool = True
@@ -63,7 +64,7 @@ class Runnable:
             and plan.micro_batches % dp == 0
             and (plan.routes == turns[:, None]).all()
             and (len(plan.stages) == 1 or (plan.order is None and plan.spans == in_turn(dp, len(plan.stages))))
-            and min(blocks) > 0
+            and min(blocks[1:-1] if self.uneven_layers and len(blocks) > 2 else blocks) > 0
             and (self.uneven_layers or max(blocks) - min(blocks) <= 1)
             and (self.pipeline or len(plan.stages) == 1)
             and (self.tensor or worker.tp == 1)

@@ -86,10 +86,16 @@ def micro_batch_sizes(split: GridSplit, batch: Batch, options: GridOptions) -> I
 
 
 def interleave_fits(pp: int, model: Model, chunks: int, micro_batches: int) -> bool:
-    """One chunk always fits; more need a pipeline, blocks for all chunks, and micro-batches in rounds of pp."""
+    """One chunk always fits; more need a pipeline, blocks (or layers, embedding and head among them) for all chunks,
+    and micro-batches in rounds of pp."""
     if chunks == 1:
         return True
-    return pp > 1 and model.blocks % (pp * chunks) == 0 and micro_batches % pp == 0
+    return pp > 1 and 0 in (model.blocks % (pp * chunks), model.layers % (pp * chunks)) and micro_batches % pp == 0
+
+
+def chunk_counts(pp: int, model: Model) -> list[int]:
+    """Numbers of chunks into which the blocks, or the layers, of a pipeline can be dealt evenly; one first."""
+    return sorted({1, *(n for of in (model.blocks, model.layers) if of % pp == 0 for n in divisors(of // pp))})
 
 
 def _spreads(model: Model, ep: int) -> bool:

@@ -54,7 +54,7 @@ from polygon.planning.problem_arrays import Bank, Setting, build_bank, splits_se
 from polygon.planning.routing import build_routes
 from polygon.planning.stage_rules import StageRules
 from polygon.planning.sum_trees import legal, with_quick_sums
-from polygon.planning.uniform_plans import fitting, uniform_drafts, variants
+from polygon.planning.uniform_plans import compute_s, fitting, uniform_drafts, variants
 from polygon.planning.warmup_depths import Pacing
 
 SOCKET_WINDOW_BYTES = 4 * 2**20
@@ -62,6 +62,8 @@ SOCKET_WINDOW_BYTES = 4 * 2**20
 WINDOW_USE = 0.82
 """Part of window / round trip that one TCP stream was measured to reach at 80 ms."""
 MAX_STREAMS = 16
+FILLING = 0.01
+"""Part of a pipeline's computing in which it fills and empties, above which chunks are looked at."""
 MOST_VALUES = 200_000
 """Fluid values that are kept of a problem; then all are dropped."""
 HOPELESS = 1.1
@@ -282,7 +284,7 @@ class Decoder:
         if self.rules and not allocation.workers.any():
             return Infeasible(reason=Message("reason.no_devices_by_rules"))
         if self.runs is not None:
-            return self._decode_uniform(allocation, self.runs)
+            return self._decode_uniform(allocation, self.runs, known_s if self.by_time and not relax else math.inf)
         if not relax:
             return self._decode(allocation, self.may, cuts, known_s)
         best: Plan | Infeasible = Infeasible(reason=NEVER_ENDS)
@@ -390,33 +392,41 @@ class Decoder:
             return Infeasible(reason=self.over_memory(replace(draft, spans=shortest)) or REASONS[NO_MEMORY])
         return self._with_local_steps(paced[0], may)
 
-    def _decode_uniform(self, allocation: Allocation, runs: Runnable) -> Plan | Infeasible:
+    def _decode_uniform(self, allocation: Allocation, runs: Runnable, known_s: float) -> Plan | Infeasible:
         """The best plan that the program runs on an allocation's devices, in the order of its stages.
 
         Of every tensor-parallel degree that it has: as many stages as it has, or as many as make all as wide as one of
-        its own; all over the same number of workers, so that some devices may be left out.
+        its own; all over the same number of workers, so that some devices may be left out. What takes `known_s` or more
+        is not simulated.
         """
         best: Plan | Infeasible = Infeasible(reason=Message("reason.not_runnable", runtime=self.problem.runtime.name))
         value = math.inf
+
+        def most_s() -> float:
+            return min(value, known_s) if self.by_time else math.inf
+
         size, ep = allocation.micro_batch_size, allocation.ep
         for tp in dict.fromkeys(self.classes[c][1] for c in np.flatnonzero(allocation.workers.any(axis=0)).tolist()):
             rows = [tuple(workers) for workers in self._workers_at(allocation, tp) if workers]
             drafts = list(uniform_drafts(rows, size, ep, most_stages(self.problem), self.tables, runs)) if rows else []
             for floor_s, draft in sorted(drafts, key=lambda pair: pair[0]):
-                if self.by_time and floor_s >= value:
+                if floor_s >= most_s():
                     break
                 for may in self._chain:
                     linked = replace(draft, links=self._links(list(draft.stages), size, may))
-                    for plan in fitting(linked, self.tables, runs):
+                    for plan in fitting(linked, self.tables, runs, most_s):
                         if self.rules and violations(self.problem, plan, self.tables):
                             continue
                         found = self.plan_value(plan)
                         if found < value:
                             best, value = plan, found
-        if not isinstance(best, Plan):
+        if not isinstance(best, Plan) or value >= known_s:
             return best
         others = [best, *variants(self.problem, best, best, self.tables, runs)]
-        if runs.chunks and (chunked := in_chunks(best, self.tables, self.plan_value)) is not None:
+        # Chunks shorten what the pipeline waits for while it fills and empties, at most.
+        filling = (len(best.stages) - 1) / (best.micro_batches // best.stages[0].width + len(best.stages) - 1)
+        pays = filling > FILLING and value - filling * compute_s(best, self.tables) < known_s
+        if runs.chunks and pays and (chunked := in_chunks(best, self.tables, self.plan_value)) is not None:
             others.append(chunked)
         return min(others, key=self.plan_value)
 

@@ -11,8 +11,9 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -234,12 +235,25 @@ def _drafted(
             Stage(first_layer=s, last_layer=s + 1, workers=tuple(workers), sequence_parallel=sequence, ep=ep)
             for s, workers in enumerate(stages)
         ),
-        routes=np.repeat((np.arange(micro_batches) % dp)[:, None], pp, axis=1),
+        routes=_turns(micro_batches, dp, pp),
         micro_batch_size=size,
-        spans=in_turn(dp, pp),
+        spans=_spans(dp, pp),
     )  # fmt: skip
     split = _split(draft, tables, runnable)
     return None if split is None else ((micro_batches // dp + pp - 1) * split[0], split[1])
+
+
+@lru_cache(maxsize=16)
+def _turns(micro_batches: int, dp: int, pp: int) -> np.ndarray:
+    """Micro-batches dealt in turn: one object, by which what follows from it is kept."""
+    routes = np.repeat((np.arange(micro_batches) % dp)[:, None], pp, axis=1)
+    routes.flags.writeable = False
+    return routes
+
+
+@lru_cache(maxsize=256)
+def _spans(dp: int, pp: int) -> tuple[tuple[int, ...], ...]:
+    return in_turn(dp, pp)
 
 
 def _members(workers: Sequence[Worker]) -> Counter[int]:
@@ -309,17 +323,34 @@ def _fits(plan: Plan, tables: CostTables, place: Placement | None = None) -> boo
     return bool((need <= tables.limit_bytes[place.pool]).all())
 
 
-def fitting(draft: Plan, tables: CostTables, runnable: Runnable) -> Iterator[Plan]:
+def fitting(
+    draft: Plan, tables: CostTables, runnable: Runnable, most_s: Callable[[], float] = lambda: math.inf
+) -> Iterator[Plan]:
     """The draft under each kind of recomputation with the least of ZeRO, and of recomputed blocks, that fits; where
-    none does, with as many layers in its stages as memory has room for."""
+    none does, with as many layers in its stages as memory has room for. Those that compute for `most_s` or more are
+    left out."""
     found = False
     for plan in _under_options(draft, tables, runnable):
         found = True
-        yield plan
+        if compute_s(plan, tables) < most_s():
+            yield plan
     if not found and runnable.uneven_layers and len(draft.stages) > 1:
         split = _split(draft, tables, runnable, _held_blocks(draft, tables, runnable))
         if split is not None:
-            yield from _under_options(split[1], tables, runnable)
+            others = _under_options(split[1], tables, runnable)
+            yield from (plan for plan in others if compute_s(plan, tables) < most_s())
+
+
+def compute_s(plan: Plan, tables: CostTables) -> float:
+    """Seconds that a pipeline computes at least: of blocks recomputed in part none."""
+    slowest_s = 0.0
+    for stage in plan.stages:
+        mode = stage.recompute if stage.recompute_blocks is None else "none"
+        for pool, tp, cp in {(w.pool, w.tp, w.cp) for w in stage.workers}:
+            row = tables.times(pool, tp, plan.micro_batch_size, mode, cp, stage.ep, stage.sequence_parallel)
+            sums = row.forward_s + row.backward_s
+            slowest_s = max(slowest_s, float(sums[stage.last_layer] - sums[stage.first_layer]))
+    return (plan.micro_batches // plan.stages[0].width + len(plan.stages) - 1) * slowest_s
 
 
 def _held_blocks(draft: Plan, tables: CostTables, runnable: Runnable) -> list[int]:

@@ -28,7 +28,7 @@ from polygon.domain.plan import RECOMPUTE, Plan, Problem
 from polygon.domain.runnable import Runnable, runnable
 from polygon.domain.schedule import interleaved_units
 from polygon.domain.uniform import ParallelConfig, uniform_plan
-from polygon.grid3d.splits import EVERYTHING, all_splits, configurations, interleave_fits, split_fault
+from polygon.grid3d.splits import EVERYTHING, all_splits, chunk_counts, configurations, interleave_fits, split_fault
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates, speed_and_power
@@ -212,7 +212,7 @@ def _first_round(problem: Problem, pool: Pool, *, chunked: bool) -> Iterator[Par
     for split in all_splits(pool.devices, tuple(uniform_context_degrees(problem))):
         if split_fault(split, problem.model, problem.batch, pool.devices_per_node):
             continue
-        chunks = divisors(problem.model.blocks // split.pp)[1:] if split.pp > 1 else []
+        chunks = chunk_counts(split.pp, problem.model)[1:] if split.pp > 1 else []
         if chunked and not chunks:
             continue
         degrees = [ep for ep in divisors(split.dp * split.cp) if ep == 1 or not (problem.model.experts or 1) % ep]
@@ -259,7 +259,7 @@ def _options(problem: Problem, config: ParallelConfig) -> Iterator[ParallelConfi
     sizes = divisors(problem.batch.global_batch // config.dp)
     at = sizes.index(config.micro_batch_size)
     pipelined = config.pp > 1 and config.schedule == "1f1b"
-    for chunks in divisors(model.blocks // config.pp) if pipelined else ():
+    for chunks in chunk_counts(config.pp, model) if pipelined else ():
         if interleave_fits(config.pp, model, chunks, sizes[-1] // config.micro_batch_size):
             yield replace(config, chunks=chunks)
     for size in sizes[max(0, at - 1) : at + 2]:
