@@ -25,7 +25,7 @@ from polygon.planning.limits import Limits, assumed, limits_as_found, replanned
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.web import views
 from polygon.web.jobs import problem_of
-from polygon.web.sliders import Changes, price
+from polygon.web.sliders import Changes, keeps_bound, price
 from polygon.web.strategies import compare
 from polygon.web.timeline import timeline
 
@@ -141,7 +141,7 @@ LONG = frozenset(("limits", "limit", "assumed"))
 def is_bound_quick(changes: Mapping[str, Any]) -> bool:
     """Whether the bound of a changed plan takes no longer than its price: where it is that of compute and path, of
     devices and a batch that were looked at before."""
-    return bool(changes.keys() - {"overlap"}) and not changes.keys() & {"device_factors", "accumulation"}
+    return not keeps_bound(changes) and not changes.keys() & {"device_factors", "accumulation"}
 
 
 def answer(what: str, it: Loaded, changes: Changes, arguments: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import resources
@@ -34,10 +34,13 @@ from polygon.cost.stage_reduction import ReductionCost, group_packing, stage_red
 from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times, sums_of, tied_in_stage
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import packed_bytes
+from polygon.domain.cluster import Cluster, NodeGroup
 from polygon.domain.errors import one_of, require
+from polygon.domain.message import Violation
 from polygon.domain.plan import LinkUse, Plan, Problem
 from polygon.domain.schedule import repeated
 from polygon.formats.schema import Strict
+from polygon.planning.checker import broken_limits
 from polygon.planning.decode import SOCKET_WINDOW_BYTES, WINDOW_USE
 from polygon.planning.warmup_depths import wanted_spans
 
@@ -120,15 +123,37 @@ class PricedChange:
     tables: CostTables
     times: StepTimes
     estimate: Estimate
-    own: bool
-    """Whether the problem is as it was, so that its own bound holds."""
+    changes: Changes
+    base: CostTables
+    """Of the problem as it was."""
     reductions_s: tuple[float, ...]
     """Whole reduction of every stage, hidden part included."""
 
     @cached_property
     def bounds(self) -> Bounds:
         """What no plan can beat; worked out when it is asked for, as a timeline never does."""
-        return Bounds.of(self.tables, lower_bound(self.tables) if self.own else link_free_bound(self.tables))
+        own = self._is_own or (self._may_be_own and not self.broken and self.over_memory_bytes == 0)
+        return Bounds.of(self.tables, lower_bound(self.base) if own else link_free_bound(self.tables))
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the problem is as it was."""
+        return self.changes.model_copy(update={"overlap": 1.0}) == NO_CHANGE
+
+    @property
+    def _may_be_own(self) -> bool:
+        return keeps_bound(self.changes.model_dump(exclude_defaults=True))
+
+    @cached_property
+    def broken(self) -> list[Violation]:
+        """What the plan breaks of what is allowed, memory apart."""
+        return broken_limits(self.problem, self.plan, self.times)
+
+    @cached_property
+    def over_memory_bytes(self) -> float:
+        """By how much the fullest device is over what the constraints leave it; 0 where all fit."""
+        need = np.array([worker.peak_bytes for worker in self.estimate.workers])
+        return float(max(0.0, (need - self.tables.limit_bytes[self.times.place.pool]).max()))
 
     @cached_property
     def gradients(self) -> list[float]:
@@ -150,21 +175,29 @@ class PricedChange:
 def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> PricedChange:
     """Apply changes to a plan and predict its step.
 
-    The lower bound of a changed plan is that of compute and path alone: it holds for any links, packings and steps.
-    Less overlap only makes a plan slower, so that the problem's own bound holds.
+    The lower bound of a changed plan is that of compute and path alone, which holds for any links, packings and steps;
+    or the problem's own (`keeps_bound`), where the changed plan is one of those that it is of.
 
     Raises
     ------
     InputError
         For a link between regions that do not exist, and for an unknown device.
     """
-    changed, other, tables, times = timed(problem, plan, changes, tables)
-    own = changes.model_copy(update={"overlap": 1.0}) == NO_CHANGE
+    base = CostTables(problem) if tables is None else tables
+    changed, other, tables, times = timed(problem, plan, changes, base)
     return PricedChange(
-        problem=changed, plan=other, tables=tables, times=times,
-        estimate=estimate(changed, other, tables, times), own=own,
-        reductions_s=tuple(times.whole_reductions_s.tolist()),
+        problem=changed, plan=other, tables=tables, times=times, changes=changes, base=base,
+        estimate=estimate(changed, other, tables, times), reductions_s=tuple(times.whole_reductions_s.tolist()),
     )  # fmt: skip
+
+
+def keeps_bound(changes: Mapping[str, Any]) -> bool:
+    """Whether the problem's own bound holds for a plan so changed that keeps the problem's limits: what is different is
+    in the plan, or makes every plan slower or dearer. Of what `Changes` says, defaults left out."""
+    links = (changes, *changes.get("links", ()))
+    return not changes.keys() & {"algorithm", "chunk_mb", "accumulation", "device_factors"} and all(
+        link.get("bandwidth_factor", 1) <= 1 <= link.get("latency_factor", 1) for link in links
+    )
 
 
 def timed(
@@ -225,7 +258,7 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
             region,
             egress_usd_per_gb=region.egress_usd_per_gb * changes.price_factor,
             node_groups=tuple(
-                replace(group, price_usd_per_hour=_usd(cluster, group) * changes.price_factor)
+                replace(group, price_usd_per_hour=_usd(cluster, group, changes.price_factor))
                 for group in region.node_groups
             ),
         )
@@ -241,9 +274,12 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
     )
 
 
-def _usd(cluster: Any, group: Any) -> float:
+def _usd(cluster: Cluster, group: NodeGroup, factor: float) -> float | None:
+    """So many times the price of a group's devices; None where nobody says one, as of those that are not free."""
     own = group.price_usd_per_hour
-    return float(cluster.catalogue[group.device].price_usd_per_hour if own is None else own)
+    if own is None and cluster.catalogue[group.device].price_usd_per_hour == 0:
+        return None
+    return factor * (cluster.catalogue[group.device].price_usd_per_hour if own is None else own)
 
 
 def _changed_plan(problem: Problem, plan: Plan, changes: Changes, tables: CostTables) -> Plan:

@@ -54,14 +54,19 @@ def compare(problem: Problem, plan: Plan, tables: CostTables) -> dict[str, Any]:
     most = max(max((e.cross_region_bytes for _, e in named.values())), 1.0)
     rows = []
     for kind, (other, result) in named.items():
-        rows.append({"key": kind, "step_s": result.step_s, "usd_per_step": result.cost_usd,
-                     "unpriced": unpriced(problem, other),
+        takes = _takes(problem, other, result)
+        rows.append({"key": kind, **takes,
                      "tokens_per_s": result.tokens_per_s, "devices": other.world_size, "stages": len(other.stages),
                      "axes": _axes(result, lower_bound(tables).seconds, most)})  # fmt: skip
-        points.append({"key": kind, "step_s": result.step_s, "usd_per_step": result.cost_usd})
-    for _, result in nearby[1:]:
-        points.append({"key": "other", "step_s": result.step_s, "usd_per_step": result.cost_usd})
+        points.append({"key": kind, **takes})
+    points += [{"key": "other", **_takes(problem, other, result)} for other, result in nearby[1:]]
     return {"alternatives": rows, "points": front(points)}
+
+
+def _takes(problem: Problem, plan: Plan, result: Estimate) -> dict[str, Any]:
+    """What a step of a plan takes, and the devices that cost nothing because nobody said a price."""
+    return {"step_s": result.step_s, "usd_per_step": result.cost_usd, "energy_j": result.energy_j,
+            "unpriced": unpriced(problem, plan)}  # fmt: skip
 
 
 def _axes(result: Estimate, bound_s: float, most_bytes: float) -> dict[str, float]:

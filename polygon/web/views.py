@@ -24,7 +24,6 @@ from polygon.domain.runnable import runnable
 from polygon.export.launch_hosts import used_nodes
 from polygon.formats.default_links import Place, km_between, place_of
 from polygon.messages.report import ROUNDED, layer_span, size
-from polygon.planning.checker import broken_limits
 from polygon.web.sliders import NO_CHANGE, Changes, PricedChange, price, timed
 
 Shown = TypeVar("Shown")
@@ -64,17 +63,11 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "links": _links(priced),
         "traffic": moved,
         "formulas": formulas(priced, moved, bound=bound),
-        "over_memory": _over_memory(priced),
-        "broken": broken_limits(problem, plan, times),
+        "over_memory": priced.over_memory_bytes,
+        "broken": priced.broken,
         "bubble": float(result.terms["pipeline"] / result.step_s),
         "routes": _routes(plan, times),
     }
-
-
-def _over_memory(priced: PricedChange) -> float:
-    """Bytes by which the fullest device is over what the constraints leave it; 0 where all fit."""
-    need = np.array([worker.peak_bytes for worker in priced.estimate.workers])
-    return float(max(0.0, (need - priced.tables.limit_bytes[priced.times.place.pool]).max()))
 
 
 def _of_workers(priced: PricedChange, work: Callable[[Problem, Plan], Shown]) -> Shown:
@@ -344,8 +337,8 @@ def _effect(
     return {
         "key": key, "change": change, "step_s": after.estimate.step_s, "hidden": traffic(after)["hidden"],
         "batch_factor": after.problem.batch.global_batch / before.problem.batch.global_batch,
-        "speedup": after.estimate.tokens_per_s / before.estimate.tokens_per_s - 1, "over_memory": _over_memory(after),
-        "broken": broken_limits(after.problem, after.plan, after.times),
+        "speedup": after.estimate.tokens_per_s / before.estimate.tokens_per_s - 1,
+        "over_memory": after.over_memory_bytes, "broken": after.broken,
     }  # fmt: skip
 
 
@@ -374,12 +367,14 @@ def warm_up(problem: Problem, plan: Plan) -> None:
 
 
 def front(points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Points with a mark on those that no other beats in both step time and money."""
+    """Points with a mark on those that no other beats in both step time and money (`best`), or energy
+    (`best_in_energy`): not in what is nothing because nobody said it."""
     rows = list(points)
-    for row in rows:
-        row["best"] = not any(
-            (o["step_s"] <= row["step_s"] and o["usd_per_step"] < row["usd_per_step"])
-            or (o["step_s"] < row["step_s"] and o["usd_per_step"] <= row["usd_per_step"])
-            for o in rows
-        )
+    for mark, of in (("best", "usd_per_step"), ("best_in_energy", "energy_j")):
+        known = [row for row in rows if row[of] or (of == "usd_per_step" and not row["unpriced"])]
+        for row in rows:
+            row[mark] = row in known and not any(
+                (o["step_s"] <= row["step_s"] and o[of] < row[of]) or (o["step_s"] < row["step_s"] and o[of] <= row[of])
+                for o in known
+            )
     return rows

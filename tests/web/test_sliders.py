@@ -17,9 +17,9 @@ from polygon.domain.plan import Problem
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
 from polygon.messages.report import size
-from polygon.web.sliders import NO_CHANGE, Changes, flat_s, price
+from polygon.web.sliders import NO_CHANGE, Changes, flat_s, keeps_bound, price
 from polygon.web.timeline import KINDS, timeline
-from polygon.web.views import advice, front, sensitivities, traffic, view
+from polygon.web.views import advice, front, sensitivities, traffic, unpriced, view
 from tests.cost.test_step_times import far_problem, replicas
 from tests.exported_plans import DIMENSIONS, drawn, of_dimensions, wide
 
@@ -386,6 +386,38 @@ def test_faster_devices_compute_in_less_time(case):
 
 
 def test_front_marks_what_nothing_beats():
-    """A point is marked exactly if no other is at least as good in both and better in one."""
-    rows = front([{"step_s": a, "usd_per_step": b} for a, b in ((1, 5), (2, 2), (3, 3), (5, 1), (1, 6))])
-    assert [row["best"] for row in rows] == [True, True, False, True, False]
+    """A point is marked exactly if no other is at least as good in both and better in one; what nobody said the
+    price or power of beats none, and is not marked."""
+    at = ((1, 5, 1), (2, 2, 2), (3, 3, 0), (5, 1, 1), (1, 6, 9))
+    points = [{"step_s": a, "usd_per_step": b, "energy_j": c, "unpriced": []} for a, b, c in at]
+    unknown = {"step_s": 1, "usd_per_step": 0, "energy_j": 0, "unpriced": ["mine"]}
+    rows = front([*points, unknown])
+    assert [row["best"] for row in rows] == [True, True, False, True, False, False]
+    assert [row["best_in_energy"] for row in rows] == [True, False, False, False, False, False]
+    assert [row["best"] for row in front([*points, unknown | {"unpriced": []}])] == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [({"bandwidth_factor": 0.5}, True), ({"latency_factor": 4.0}, True), ({"streams": 1}, True),
+     ({"prefetch": 0.0}, True), ({"price_factor": 2.0}, True), ({"overlap": 0.5, "bandwidth_factor": 0.5}, True),
+     ({"bandwidth_factor": 2.0}, False), ({"latency_factor": 0.5}, False), ({"algorithm": "ring"}, False),
+     ({"chunk_mb": 1.0}, False), ({"weight_gradients": "int4"}, False), ({"local_steps": 512}, False)],
+)  # fmt: skip
+def test_the_problems_own_bound_holds_for_what_is_no_better(case, changes, holds):
+    """It is that of every plan that keeps the problem's limits (`int4` and 512 local steps do not), be it over slower
+    links, or dearer; of others it is that of compute and path, which is weaker."""
+    before, after = changed(case).bounds, changed(case, **changes)
+    assert after.estimate.step_s > after.bounds.step.seconds
+    assert after.bounds.step == before.step if holds else after.bounds.step.seconds < before.step.seconds
+    assert keeps_bound(changes) == holds or "weight_gradients" in changes or "local_steps" in changes
+    assert after.bounds.usd == pytest.approx(changes.get("price_factor", 1.0) * before.usd) or not holds
+
+
+def test_what_nobody_said_the_price_of_has_none_at_other_prices():
+    """So a plan, kept at prices so many times as high, does not say that it is free."""
+    problem = far_problem(2)
+    device = replace(problem.cluster.catalogue["t4"], price_usd_per_hour=0.0)
+    problem = replace(problem, cluster=replace(problem.cluster, catalogue=problem.cluster.catalogue | {"t4": device}))
+    dearer = price(problem, replicas(problem), Changes(price_factor=2.0))
+    assert unpriced(dearer.problem, dearer.plan) == ["t4"]
