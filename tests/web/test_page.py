@@ -996,6 +996,11 @@ def test_a_search_without_a_plan_says_why_and_gives_back_what_was_asked(fresh, s
     fresh.locator("#plan-list .plan[title*='of which 0.0001']", has_text="no plan fits").click()  # others' may be there
     fresh.locator("#trouble", has_text="of which 0.0001 are allowed").wait_for()
     expect(fresh.locator("[data-path='constraints.most_step_s']")).to_have_value("0.0001")
+    [none, *_] = [row["id"] for row in server.request("GET", "/api/v1/jobs")[2] if "of which 0.0001" in row["error"]]
+    leave(fresh, server)
+    fresh.goto(f"{server.url}/#plan={none}&view=strategy")  # and at its address, which is no plan's that was deleted
+    fresh.locator("#trouble", has_text="of which 0.0001 are allowed").wait_for()
+    expect(fresh).to_have_url(re.compile("#view=strategy$"))
 
 
 def test_a_fault_is_shown_until_it_is_mended(fresh):
@@ -1316,6 +1321,20 @@ def searched(server, device, objective="time", **node):
     return row["id"]
 
 
+def test_a_plan_that_its_program_does_not_run_says_so(page, chinese_page, server, wide_plan):
+    """Of a file whose program was changed, in both languages; of the same plan by our own engine nothing is said."""
+    data = server.request("GET", f"/api/v1/plans/{wide_plan}")[2]
+    plain = [{key: value for key, value in stage.items() if key != "trees"} for stage in data["stages"]]
+    other = data | {"problem": data["problem"] | {"runtime": "torchtitan"}, "stages": plain}
+    made = server.request("POST", "/api/v1/plans", other)[2]["id"]
+    for here, said in ((page, "cannot be run by torchtitan"), (chinese_page, "torchtitan 无法按原样运行此方案")):
+        visit(here, server, made, "strategy")
+        expect(here.locator("#not-run")).to_contain_text(said)
+    visit(page, server, wide_plan, "strategy")
+    expect(page.locator("#not-run")).to_have_count(0)
+    server.request("DELETE", f"/api/v1/plans/{made}")
+
+
 @pytest.mark.parametrize(
     ("objective", "value", "least"),
     [
@@ -1334,17 +1353,23 @@ def test_a_plan_is_held_against_the_bound_of_what_it_was_made_for(page, server, 
     def with_faster(route):
         told = route.fetch().json()
         own = told["alternatives"][0]
-        other = own | {"key": "naive", "step_s": own["step_s"] / 2, "usd_per_step": own["usd_per_step"] * dearer}
+        other = own | {"key": "naive", "step_s": own["step_s"] / 2}
+        other |= {key: own[key] * dearer for key in ("usd_per_step", "energy_j")}
         route.fulfill(json=told | {"alternatives": [own, other]})
 
     page.route("**/alternatives", with_faster)
     visit(page, server, plan, "strategy")
     expect(page.locator("[aria-label='Alternatives'] tbody tr")).to_have_count(2)
     expect(page.locator("#better-met")).to_have_count(0)
-    if objective != "energy":
-        dearer = 0.5
-        visit(page, server, plan, "strategy")
-        expect(page.locator("#better-met")).to_contain_text("cheaper than this plan")
+    heads = page.locator("[aria-label=Alternatives] th", has_text="Energy per step")
+    expect(heads).to_have_count(1 if objective == "energy" else 0)
+    [at] = [point["value"] for point in chart_data(page, "pareto")[0] if point["key"] == "plan"]
+    joules = 3600 if objective == "energy" else 1  # drawn in watt-hours
+    assert at == [pytest.approx(told["step_s"]), pytest.approx(told[value] / joules)]
+    dearer = 0.5
+    visit(page, server, plan, "strategy")
+    said = "a step, less than this plan" if objective == "energy" else "cheaper than this plan"
+    expect(page.locator("#better-met")).to_contain_text(said)
     expect(page.locator("[data-card=gap] b")).to_have_text(re.compile(r"%$"))
     shown = float(card(page, "gap").rstrip(" %\u202f\u00a0").replace(",", ""))
     assert shown == pytest.approx(100 * (told[value] / told[least] - 1), abs=0.06)
@@ -1370,6 +1395,8 @@ def test_devices_without_a_known_price_are_not_said_to_be_free(page, server):
     page.locator("#tab-strategy").click()
     own = page.locator("[aria-label=Alternatives] tbody tr", has_text="This plan")
     expect(own.locator("td").nth(2)).to_have_text("—")
+    expect(page.locator("#unpriced")).to_contain_text("No price is known of ascend-910b")
+    expect(page.locator("[data-chart=pareto]")).to_have_count(0)
     visit(page, server, free)
     expect(page.locator("[data-card=perBillion] b")).to_have_text(re.compile(r"^\$\s*0$"))
     visit(page, server, free, "compare", f"&with={unknown}")
@@ -1404,6 +1431,8 @@ def test_a_front_of_devices_without_a_known_price_is_not_free(fresh, server):
     expect(rows.nth(0).locator("td").nth(1)).to_have_text("—")
     expect(rows.nth(0).get_by_role("button")).to_have_accessible_name("Open: 1.00 s, —")
     expect(rows.nth(1).locator("td").nth(1)).to_have_text(re.compile(r"^\$\s*0$"))
+    assert chart_data(page, "front") == [[[2.0, 0.0]]]
+    expect(page.locator("#unpriced")).to_contain_text("No price is known of mine")
     page.get_by_text("Stop, keep the best").first.click()
     page.locator("#start-front", has_text="again").wait_for()
 
@@ -1944,6 +1973,8 @@ def test_a_what_if_is_kept_shared_and_told_apart(browser, page, server, plan_id)
     """What is tried is in the address; kept, it is a plan of its own that another browser opens with the same step."""
     visit(page, server, plan_id, more='&what={"bandwidth_factor":4}')
     page.locator(".banner", has_text="Bandwidth between regions × 4").wait_for()
+    # Of better links the bound is a weaker one: no gap to another is beside it.
+    expect(page.locator("[data-card=gap] small")).to_have_text(re.compile("^bound"))
     step = card(page, "step")
     page.locator("#keep").click()
     page.locator("#keep").wait_for(state="detached")

@@ -5,11 +5,11 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { get, post, type Data } from "./api";
 import { kindColors, palette } from "./colors";
-import { bytes, digits, energy, percent, seconds, signed, usd } from "./format";
+import { bytes, digits, percent, seconds, signed, usd } from "./format";
 import { called, differences } from "./names";
 import { beside, go, jobs, openPlan, planId, planned, row, trouble } from "./state";
 import { t, maybe } from "./strings";
-import { boundText, gapText, perBillion, usdIfKnown, WithoutTried } from "./summary";
+import { boundText, energyIfKnown, gapText, perBillion, usdIfKnown, WithoutTried } from "./summary";
 import { Legend, Rows, type Window } from "./timeline";
 import { Answer, Choice, Empty, Section, Skeleton, Table, useAnswer } from "./ui";
 
@@ -95,7 +95,7 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
         ...(isSame ? [] : [[t("work"), ...list.map((x) => <span class="side">{work(x)}</span>)]]),
         costs(t("cost"), e("cost_usd"), shorter), costs(t("perBillionUsd"), (v) => perBillion(v.estimate), "less"), line(t("tokens"), e("tokens_per_s"), digits, "more"), [t("gap"), ...list.map((x) => <>{gapText(x.v.estimate, x.row)} <small class="soft">{boundText(x.v.estimate, x.row)}</small></>)], line(t("mfu"), e("mfu"), percent, "more", false),
         line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
-        line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energy)]} />
+        line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energyIfKnown)]} />
       {unpriced.length > 0 && <p class="soft">{t("noPrice", { devices: unpriced.join(", ") })}</p>}
       <h3>{t("stages")}</h3>
       {list.map((x, i) => <ol class="mini-strip" key={x.id} aria-label={own(x)}>{x.v.stages.map((s: Data, k: number) => <li key={k} style={{ borderColor: palette()[i] }} title={s.workers.map((w: Data) => `${w.region}: ${w.workers} × ${w.tp} ${w.device}`).join("; ")}><b>{k}</b> {s.layers}<small>{[...new Set(s.workers.map((w: Data) => w.region))].join(", ")}</small></li>)}</ol>)}

@@ -10,7 +10,7 @@ import { seconds } from "./format";
 import { attempt, follow, isUnderWay, loadJobs, once, openMade, outcome, requested, running, timeLeft, workNote } from "./state";
 import { StopJob } from "./stop";
 import { t } from "./strings";
-import { usdIfKnown } from "./summary";
+import { isPriceKnown, Unpriced, usdIfKnown } from "./summary";
 import { Empty, Section, Skeleton, Table } from "./ui";
 
 const KEY = "polygon-front";
@@ -68,14 +68,16 @@ export function Front(): JSX.Element {
 }
 
 function Points({ points, open }: { points: Data[]; open: (index: number) => void }): JSX.Element {
+  const drawn = points.flatMap((p, i) => (isPriceKnown(p.usd, p.unpriced) ? [{ i, at: [p.step_s, p.usd] }] : []));
   const option = {
     tooltip: tooltip(), grid: { left: 60, right: 24, top: 26, bottom: 44 },
     xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 26, ...axis() }, yAxis: { type: "value", scale: true, name: t("cost"), ...axis() },
-    series: [{ type: "line", step: "end", symbolSize: 11, lineStyle: { color: ink().line }, itemStyle: { color: palette()[0] }, data: points.map((p) => [p.step_s, p.usd]) }],
+    series: [{ type: "line", step: "end", symbolSize: 11, lineStyle: { color: ink().line }, itemStyle: { color: palette()[0] }, data: drawn.map(({ at }) => at) }],
   };
   return (
     <>
-      <Chart name="front" label={t("front")} height={320} option={option} onClick={open} />
+      {drawn.length > 0 && <Chart name="front" label={t("front")} height={320} option={option} onClick={(index) => open(drawn[index].i)} />}
+      <Unpriced devices={[...new Set<string>(points.flatMap((p) => p.unpriced ?? []))].sort()} />
       <Table label={t("front")} head={[t("step"), t("cost"), t("devices"), t("stagesCount"), ""]} numeric={[0, 1, 2, 3]} rows={points.map((p, i) => [seconds(p.step_s), usdIfKnown(p.usd, p.unpriced), p.devices, p.stages, <button type="button" class="small" aria-label={`${t("open")}: ${seconds(p.step_s)}, ${usdIfKnown(p.usd, p.unpriced)}`} onClick={() => open(i)}>{t("open")}</button>])} />
     </>
   );

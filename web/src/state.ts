@@ -204,14 +204,28 @@ async function load(id: string): Promise<void> {
     if (arriving.value) await followAskedOf(id, gone);
   } catch (error) {
     if ((error as Error).name === "AbortError") return;
+    const other = (error as Data).status === 404 ? await get(`/jobs/${id}`, gone).catch(() => null) : null;
+    if (gone.aborted) return;
     const before = row.peek()?.id; // who comes from a plan is not left without any
     batch(() => {
       loading.value = arriving.value = false;
       row.value = planned.value = shown.value = null;
       planId.value = before && before !== id ? before : "";
-      trouble.value = (error as Data).status === 404 ? t("planGone", { id }) : `${id}: ${(error as Error).message}`;
+      if (!other || other.has_plan) trouble.value = (error as Data).status === 404 ? t("planGone", { id }) : `${id}: ${(error as Error).message}`;
     });
+    if (other && !other.has_plan) openUnmade(other);
   }
+}
+/** An address of a plan may be that of a search, which goes on or has found none, or of a front. */
+function openUnmade(it: Data): void {
+  if (it.kind === "front") {
+    sessionStorage.setItem("polygon-front", it.id);
+    view.value = "front";
+  } else if (running(it)) jobId.value = it.id;
+  else void attempt(async () => {
+    if (!planId.peek() && !isOfSearch(it.id) && !changed.peek()) await takeAskedOf(it.id);
+    trouble.value = ended(it);
+  });
 }
 const MOST_ANEW = 3;
 // The limits as they are found, then the bound; what planning anew would bring comes after: of what nobody gave, then of

@@ -4,10 +4,10 @@ import type { JSX } from "preact";
 import { get, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
-import { bytes, digits, ofMemory, percent, runs, seconds, signed, usd } from "./format";
+import { bytes, digits, energy, ofMemory, percent, runs, seconds, signed, usd } from "./format";
 import { packings } from "./names";
 import { attempt, copyLink, planId, row, savePlan, shown } from "./state";
-import { aim, isApart, usdIfKnown, WithoutTried } from "./summary";
+import { aim, energyIfKnown, isApart, isPriceKnown, Unpriced, usdIfKnown, WithoutTried } from "./summary";
 import { maybe, programName, t } from "./strings";
 import { Answer, Section, Table, useAnswer } from "./ui";
 
@@ -64,12 +64,18 @@ export function Strategy(): JSX.Element {
   );
 }
 
+/** In a watt-hour. */
+const JOULES = 3600;
 const AXES = ["computation", "communication", "memory", "scalability", "across"];
 function Alternatives({ data }: { data: Data }): JSX.Element {
   const colors = ink(), own = data.alternatives[0];
-  // Better in what the plan was made for: of energy the others are not asked.
-  const made = { time: "step_s", money: "usd_per_step", "tokens-per-usd": "usd_per_step" }[String(row.value?.objective)];
-  const better = made && data.alternatives.slice(1).filter((a: Data) => a[made] < own[made] * (1 - 1e-6)).sort((a: Data, b: Data) => a[made] - b[made])[0];
+  // Better in what the plan was made for, where that is known.
+  const made = { money: "usd_per_step", "tokens-per-usd": "usd_per_step", energy: "energy_j" }[String(row.value?.objective)] ?? "step_s";
+  const ofEnergy = made === "energy_j";
+  const isKnown = (a: Data): boolean => (ofEnergy ? a.energy_j > 0 : isPriceKnown(a.usd_per_step, a.unpriced));
+  const better = data.alternatives.slice(1).filter((a: Data) => (made === "step_s" || isKnown(a)) && a[made] < own[made] * (1 - 1e-6)).sort((a: Data, b: Data) => a[made] - b[made])[0];
+  const drawn: Data[] = data.points.filter(isKnown), isBest = (p: Data): boolean => (ofEnergy ? p.best_in_energy : p.best);
+  const unpriced = [...new Set<string>(data.points.flatMap((p: Data) => p.unpriced))].sort();
   const radar = {
     tooltip: tooltip(), legend: { bottom: 0, textStyle: { color: colors.text, fontSize: 11 } },
     radar: { center: ["50%", "46%"], radius: "44%", indicator: AXES.map((a) => ({ name: maybe(`axis_${a}`), max: 1, min: 0 })), axisName: { color: colors.soft, fontSize: 11, formatter: (name: string) => name.replace(" ", "\n") }, splitArea: { show: false }, splitLine: { lineStyle: { color: colors.line } }, axisLine: { lineStyle: { color: colors.line } } },
@@ -77,16 +83,18 @@ function Alternatives({ data }: { data: Data }): JSX.Element {
   };
   const points = {
     tooltip: tooltip(), grid: { left: 58, right: 70, top: 26, bottom: 44 },
-    xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 26, ...axis() }, yAxis: { type: "value", scale: true, name: t("cost"), ...axis() },
-    series: [{ type: "scatter", data: data.points.map((p: Data) => ({ name: maybe(p.key), key: p.key, value: [p.step_s, p.usd_per_step], symbolSize: p.key === "plan" ? 15 : 9, itemStyle: { color: p.best ? palette()[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette()[p.key === "plan" ? 0 : p.best ? 2 : 1], borderWidth: 1.5 }, label: { show: p.key !== "other", position: p.key === "plan" ? "top" : "right", color: p.key === "plan" ? colors.text : colors.soft, fontSize: 11, formatter: maybe(p.key) } })), labelLayout: { hideOverlap: true } }],
+    xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 26, ...axis() }, yAxis: { type: "value", scale: true, ...(ofEnergy ? { name: t("energyOnly"), ...axis({ axisLabel: { formatter: (watt_hours: number) => energy(watt_hours * JOULES) } }) } : { name: t("cost"), ...axis() }) },
+    series: [{ type: "scatter", data: drawn.map((p: Data) => ({ name: maybe(p.key), key: p.key, value: [p.step_s, ofEnergy ? p.energy_j / JOULES : p.usd_per_step], symbolSize: p.key === "plan" ? 15 : 9, itemStyle: { color: isBest(p) ? palette()[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette()[p.key === "plan" ? 0 : isBest(p) ? 2 : 1], borderWidth: 1.5 }, label: { show: p.key !== "other", position: p.key === "plan" ? "top" : "right", color: p.key === "plan" ? colors.text : colors.soft, fontSize: 11, formatter: maybe(p.key) } })), labelLayout: { hideOverlap: true } }],
   };
   const part = (a: Data, key: string): string => (a === own ? "—" : signed(a[key] / own[key] - 1, percent));
   return (
     <>
-      {better && <p class="error" id="better-met">{made === "step_s" ? t("fasterMet", { name: maybe(better.key), step: seconds(better.step_s) }) : t("cheaperMet", { name: maybe(better.key), usd: usd(better.usd_per_step) })}</p>}
-      <div class="half-half"><Chart name="radar" label={t("radar")} height={300} option={radar} /><Chart name="pareto" label={t("pareto")} height={300} option={points} /></div>
-      <Table label={t("alternatives")} head={[t("alternatives"), t("step"), t("timeChange"), t("cost"), t("devices"), t("stagesCount")]} numeric={[1, 2, 3, 4, 5]}
-        rows={data.alternatives.map((a: Data) => [maybe(a.key), seconds(a.step_s), part(a, "step_s"), usdIfKnown(a.usd_per_step, a.unpriced), a.devices, a.stages])} />
+      {better && <p class="error" id="better-met">{made === "step_s" ? t("fasterMet", { name: maybe(better.key), step: seconds(better.step_s) }) : ofEnergy ? t("lessEnergyMet", { name: maybe(better.key), energy: energy(better.energy_j) }) : t("cheaperMet", { name: maybe(better.key), usd: usd(better.usd_per_step) })}</p>}
+      <div class="half-half"><Chart name="radar" label={t("radar")} height={300} option={radar} />{drawn.length > 0 && <Chart name="pareto" label={t(ofEnergy ? "paretoEnergy" : "pareto")} height={300} option={points} />}</div>
+      {!ofEnergy && <Unpriced devices={unpriced} />}
+      {ofEnergy && drawn.length < data.points.length && <p class="soft" id="undrawn">{t("noPower")}</p>}
+      <Table label={t("alternatives")} head={[t("alternatives"), t("step"), t("timeChange"), ...(ofEnergy ? [t("energyOnly")] : []), t("cost"), t("devices"), t("stagesCount")]} numeric={[1, 2, 3, 4, 5, 6]}
+        rows={data.alternatives.map((a: Data) => [maybe(a.key), seconds(a.step_s), part(a, "step_s"), ...(ofEnergy ? [energyIfKnown(a.energy_j)] : []), usdIfKnown(a.usd_per_step, a.unpriced), a.devices, a.stages])} />
       <details class="more"><summary>{t("aboutAxes")}</summary><p class="soft">{t("axes")}</p><p class="soft">{t("others")}</p><p class="soft">{t("paretoHint")}</p></details>
     </>
   );

@@ -38,8 +38,12 @@ export const WORTH = 0.01;
 /** Dollars for a billion tokens. */
 export const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
 /** An amount of dollars, unless it is nothing for the one reason that nobody said what devices cost. */
-export const usdIfKnown = (value: number, unpriced: string[] = []): string => (value || !unpriced.length ? usd(value) : UNKNOWN);
+export const usdIfKnown = (value: number, unpriced: string[] = []): string => (isPriceKnown(value, unpriced) ? usd(value) : UNKNOWN);
+/** Energy, unless it is nothing because nobody said what devices draw. */
+export const energyIfKnown = (joules: number): string => (joules ? energy(joules) : UNKNOWN);
 const UNKNOWN = "—";
+/** Whether anybody said what a plan's devices cost. */
+export const isPriceKnown = (value: number, unpriced: string[] = []): boolean => value !== 0 || !unpriced.length;
 
 /** The link that nobody gave with which another plan would gain more than this one with what limits it, if there is one:
     a plan made for a slow network avoids it, and is then limited by something else. */
@@ -138,7 +142,7 @@ export function Figures(): JSX.Element | null {
     <dl class="figures">
       <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
       <Figure name="perBillion" value={usdIfKnown(perBillion(e), v.unpriced)} before={v.unpriced.length && !f.cost_usd ? undefined : usd(perBillion(f))} note={v.unpriced.length ? t("noPrice", { devices: v.unpriced.join(", ") }) : t("perStep", { usd: usd(e.cost_usd) })} />
-      <Figure name="gap" value={gapText(e)} before={aim(f).gap === null ? undefined : gapText(f)} note={boundText(e)} />
+      <Figure name="gap" value={gapText(e)} before={aim(f).gap === null || !isSame(aim(e).least, aim(f).least) ? undefined : gapText(f)} note={boundText(e)} />
       <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={isApart(v) ? t("ofCommunication", { part: percent(v.traffic.hidden) }) : t("longerFor")} />
     </dl>
   );
@@ -157,6 +161,8 @@ export function aim(e: Data, of: Data = row.value): Aim {
   const value = e[key], least = e[bound];
   return { value, least, gap: least ? value / least - 1 : null, text };
 }
+/** Whether two bounds are one: gaps to different bounds are not held against each other. */
+const isSame = (a: number | null, b: number | null): boolean => a !== null && b !== null && Math.abs(a - b) <= 1e-9 * Math.abs(b);
 /** How far a plan is above what no plan can beat, and what that is. */
 export function gapText(e: Data, of?: Data): string {
   const { gap, least } = aim(e, of);
@@ -184,6 +190,9 @@ export function broken(v: Data): string {
   const said: string[] = [...v.broken, ...(v.over_memory > 0 ? [t("overMemory", { n: ofMemory(v.over_memory) })] : [])];
   return said.length ? t("broken", { what: said.join(t("semicolon")) }) : "";
 }
+/** That plans of devices without a known price are not drawn against money, and what these count as in others. */
+export const Unpriced = ({ devices }: { devices: string[] }): JSX.Element | null =>
+  devices.length ? <p class="soft" id="unpriced">{t("notDrawn", { devices: devices.join(", ") })}</p> : null;
 /** Where something is of the plan as it was made, though more is tried on it: that is said. */
 export function WithoutTried({ words }: { words: "keepFirst" | "comparedWithout" | "fileWithout" }): JSX.Element | null {
   return tried.value ? <p class="error" role="status">{t(words)}</p> : null;
