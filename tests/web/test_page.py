@@ -2536,6 +2536,15 @@ def test_deploy_shows_files_and_writes_them(page, server, plan_id):
     marked, with what is allowed."""
     visit(page, server, plan_id, "deploy")
     page.locator("#file-text", has_text="train_batch_size").wait_for()
+    files = page.locator(".file-list [role=tab]")  # of thousands of nodes thousands: one stop of the Tab key
+    page.get_by_role("tab", name="ds_config.json").focus()
+    page.keyboard.press("End")
+    expect(files.last).to_be_focused()
+    expect(page.locator("#file-text")).to_have_accessible_name(files.last.inner_text())
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    expect(page.locator("#file-text")).to_be_focused()
     page.locator("#deploy").click()
     page.locator("#deploy-result .good").wait_for()
     assert (server.folder / "deployments" / "gpt3-1-3b-deepspeed" / "ds_config.json").is_file()

@@ -10,7 +10,7 @@ import { StopRun, State, steps, Tail, useRun } from "./runs";
 import { attempt, go, isUnderWay, notice, once, planId, row, runName, savePlan, shown, view } from "./state";
 import { t } from "./strings";
 import { WithoutTried } from "./summary";
-import { Answer, Empty, Field, number, Section, Skeleton, Table, useAnswer } from "./ui";
+import { Answer, Empty, Field, number, Section, Skeleton, Table, useAnswer, walks } from "./ui";
 
 const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Megatron-LM", torchtitan: "torchtitan", torchrun: "torchrun / dist_runner", slurm: "Slurm", kubernetes: "Kubernetes", skypilot: "SkyPilot", tc: "tc" };
 const slug = (text: string): string => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 24) || "plan";
@@ -50,8 +50,9 @@ function Export({ data }: { data: Data }): JSX.Element {
         <ul class="plain soft">{data.notes.map((n: string) => <li key={n}>{n}</li>)}</ul>
       </div>
       <div class="files">
-        <div class="file-list" role="group" aria-label={t("files")}>{names.map((n) => <button type="button" key={n} aria-pressed={n === now} onClick={() => setFile(n)}>{n}</button>)}</div>
-        <div><pre tabIndex={0} id="file-text" aria-label={now}>{data.files[now]}</pre>
+        {/* One stop of the Tab key: a plan of thousands of devices has a file a node. */}
+        <div class="file-list" role="tablist" aria-orientation="vertical" aria-label={t("files")} onKeyDown={walks(names.indexOf(now), names.length, (to) => setFile(names[to]), true)}>{names.map((n) => <button type="button" role="tab" key={n} aria-selected={n === now} aria-controls="file-text" tabIndex={n === now ? 0 : -1} onClick={() => setFile(n)}>{n}</button>)}</div>
+        <div><pre tabIndex={0} id="file-text" role="tabpanel" aria-label={now}>{data.files[now]}</pre>
           <div class="row"><button type="button" id="copy" onClick={() => void copy(data.files[now]).then(() => (notice.value = t("copied")))}>{t("copy")}</button><button type="button" onClick={() => download(now, data.files[now])}>{t("download")}</button></div></div>
       </div>
     </>

@@ -14,9 +14,9 @@ export const Key = ({ keys }: { keys: string }): JSX.Element => (
   <kbd aria-hidden="true">{APPLE ? keys : keys.replace("⇧", "Shift ").replace("⌘", "Ctrl ").replace("⏎", "↵")}</kbd>
 );
 
-/** Arrow keys, Home and End walk a list of tabs, and the focus goes along. */
-export const walks = (at: number, count: number, go: (to: number) => void) => (e: KeyboardEvent): void => {
-  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: count - 1 }[e.key];
+/** Arrow keys (up and down in a list that is one above the other), Home and End walk a list of tabs, and the focus goes along. */
+export const walks = (at: number, count: number, go: (to: number) => void, down = false) => (e: KeyboardEvent): void => {
+  const to = { [down ? "ArrowDown" : "ArrowRight"]: at + 1, [down ? "ArrowUp" : "ArrowLeft"]: at - 1, Home: 0, End: count - 1 }[e.key];
   if (to === undefined) return;
   e.preventDefault();
   const list = e.currentTarget as HTMLElement;
