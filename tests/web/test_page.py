@@ -1405,7 +1405,22 @@ def test_devices_without_a_known_price_are_not_said_to_be_free(page, server):
     expect(page.locator("#view")).to_contain_text("no price known of ascend-910b: counts as 0")
     told = server.request("GET", f"/api/v1/plans/{unknown}/alternatives")[2]["alternatives"]
     assert told[0]["unpriced"] == ["ascend-910b"]
-    for plan in (unknown, free):
+    undrawn = searched(server, "trainium2")  # nobody says what it draws: no energy, and none less than another
+    visit(page, server, free, "compare", f"&with={undrawn}")
+    expect(page.locator("tr", has_text="Energy per step").locator("td").last).to_have_text("—")
+    idea = {"idea": "less", "possible": True, "slower_by": 0.1, "step_s": 1.0, "usd": 0.0, "reason": "so"}
+    answers = {
+        "different_plans": [idea],
+        "alternatives": [],
+        "sensitivities": [],
+        "left_out": [],
+        "searched_step_s": 1.0,
+    }
+    page.route("**/explanation", lambda route: route.fulfill(json={"state": "done", "answers": answers}))
+    visit(page, server, unknown)
+    page.locator("#drawer-whynot").click()
+    expect(page.locator("#why-not .ideas small")).to_have_text("1.00 s. so")
+    for plan in (unknown, free, undrawn):
         server.request("DELETE", f"/api/v1/plans/{plan}")
 
 

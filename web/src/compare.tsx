@@ -78,6 +78,8 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
     const texts = list.map((x) => usdIfKnown(of(x.v), x.v.unpriced)), known = list.every((x, i) => texts[i] === usd(of(x.v)));
     return known ? line(label, of, usd, better) : [label, ...texts];
   };
+  // Nor does it draw less of which nobody said what it draws.
+  const drawn = list.every((x) => x.v.estimate.energy_j > 0);
   const unpriced = [...new Set(list.flatMap((x) => x.v.unpriced as string[]))];
   const colors = [kindColors().F, kindColors().idle, kindColors().exposed, kindColors().reduce, kindColors().update];
   return (
@@ -95,7 +97,7 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
         ...(isSame ? [] : [[t("work"), ...list.map((x) => <span class="side">{work(x)}</span>)]]),
         costs(t("cost"), e("cost_usd"), shorter), costs(t("perBillionUsd"), (v) => perBillion(v.estimate), "less"), line(t("tokens"), e("tokens_per_s"), digits, "more"), [t("gap"), ...list.map((x) => <>{gapText(x.v.estimate, x.row)} <small class="soft">{boundText(x.v.estimate, x.row)}</small></>)], line(t("mfu"), e("mfu"), percent, "more", false),
         line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
-        line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energyIfKnown)]} />
+        line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energyIfKnown, drawn ? shorter : "", drawn)]} />
       {unpriced.length > 0 && <p class="soft">{t("noPrice", { devices: unpriced.join(", ") })}</p>}
       <h3>{t("stages")}</h3>
       {list.map((x, i) => <ol class="mini-strip" key={x.id} aria-label={own(x)}>{x.v.stages.map((s: Data, k: number) => <li key={k} style={{ borderColor: palette()[i] }} title={s.workers.map((w: Data) => `${w.region}: ${w.workers} × ${w.tp} ${w.device}`).join("; ")}><b>{k}</b> {s.layers}<small>{[...new Set(s.workers.map((w: Data) => w.region))].join(", ")}</small></li>)}</ol>)}

@@ -186,7 +186,7 @@ const felt = (a: Data): Data[] => a.sensitivities.filter((s: Data) => Math.min(s
 function Ideas({ a }: { a: Data }): JSX.Element {
   const change = (part: number | null): string => (part === null ? "—" : signed(part, percent));
   const part = (title: string, rows: Data[]): JSX.Element | null => rows.length === 0 ? null : (
-    <><h3 tabIndex={-1}>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)} · ${t("perStep", { usd: usd(r.usd) })}. ` : ""}{r.reason}</small></li>)}</ul></>
+    <><h3 tabIndex={-1}>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)}${r.usd ? ` · ${t("perStep", { usd: usd(r.usd) })}` : ""}. ` : ""}{r.reason}</small></li>)}</ul></>
   );
   return (
     <>
