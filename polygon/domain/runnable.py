@@ -29,8 +29,9 @@ class Runnable:
     """Experts spread over devices that hold the same layers."""
     chunks: bool = True
     """Several stages on each group of workers."""
-    uneven_layers: bool = True
-    """Stages of unlike numbers of layers; the first may have the embedding alone, the last the head."""
+    blocks_apart: int | None = None
+    """By how many blocks stages may differ; None: by any number, and the first may have the
+    embedding alone, the last the head."""
     zero_with_pipeline: int = 1
     zero_alone: int = 3
     shard_groups: bool = True
@@ -64,8 +65,8 @@ class Runnable:
             and plan.micro_batches % dp == 0
             and (plan.routes == turns[:, None]).all()
             and (len(plan.stages) == 1 or (plan.order is None and plan.spans == in_turn(dp, len(plan.stages))))
-            and min(blocks[1:-1] if self.uneven_layers and len(blocks) > 2 else blocks) > 0
-            and (self.uneven_layers or max(blocks) - min(blocks) <= 1)
+            and min(blocks[1:-1] if self.blocks_apart is None and len(blocks) > 2 else blocks) > 0
+            and (self.blocks_apart is None or max(blocks) - min(blocks) <= self.blocks_apart)
             and (self.pipeline or len(plan.stages) == 1)
             and (self.tensor or worker.tp == 1)
             and self.cuts_sequences(problem, worker.cp)
@@ -90,12 +91,19 @@ class Runnable:
 
 RUNNABLE: Mapping[str, Runnable] = {
     "uniform": Runnable(),
-    "even": Runnable(uneven_layers=False),
+    "equal": Runnable(
+        context=False, experts=False, blocks_apart=0, zero_alone=1, shard_groups=False, some_blocks=("full",)
+    ),
+    "even": Runnable(chunks=False, blocks_apart=1, shard_groups=False),
     "sharded": Runnable(pipeline=False, tensor=False, context=False, experts=False, chunks=False),
     "megatron": Runnable(some_blocks=("full",)),
+    "nanotron": Runnable(
+        context=False, experts=False, chunks=False, blocks_apart=1, zero_alone=1, shard_groups=False,
+        recompute=("none", "full"),
+    ),
     "torchtitan": Runnable(zero_with_pipeline=3),
     "deepspeed": Runnable(
-        tensor=False, context=False, experts=False, chunks=False, uneven_layers=False, shard_groups=False,
+        tensor=False, context=False, experts=False, chunks=False, blocks_apart=1, shard_groups=False,
         gradient_packings=("none", "bf16"), recompute=("none", "full"),
     ),
 }  # fmt: skip

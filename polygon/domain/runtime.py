@@ -20,7 +20,7 @@ CONTEXT = ("ring", "heads", "gathered")
 CASTS = ("fused", "apart")
 GRAPHS = ("none", "routing", "step")
 EXPERTS = ("cut", "whole")
-PLANS = ("any", "uniform", "even", "sharded", "megatron", "torchtitan", "deepspeed")
+PLANS = ("any", "uniform", "equal", "even", "sharded", "megatron", "nanotron", "torchtitan", "deepspeed")
 UPDATES = ("", "fused", "apart", "operations")
 NORMS = ("", "fused", "copies", "operations")
 POSITIONS = ("", "fused", "operations")
@@ -75,8 +75,9 @@ class Runtime:
     version: str = ""
     plans: str = "any"
     """Which plans it runs: `any`; `uniform` ones (one degree of each kind, stages of equal width), of these those with
-    as many layers in all stages (`even`) or with data parallelism alone (`sharded`); or those that the configuration
-    of `megatron`, `torchtitan` or `deepspeed` says (`polygon.domain.runnable`)."""
+    as many blocks in all stages (`equal`: neither parts of sequences nor ZeRO-2, as before Megatron-Core), or nearly as
+    many and one stage a device (`even`), or with data parallelism alone (`sharded`); or those that the configuration
+    of `megatron`, `nanotron`, `torchtitan` or `deepspeed` says (`polygon.domain.runnable`)."""
     attention: str = "flash"
     """Kernel: `flash` (the vendor's), `flash2` and `flash1` (FlashAttention-2 and the one before), `triton` (that in
     Triton), `materialised` (scores written)."""

@@ -111,7 +111,7 @@ def _structure(problem: Problem, plan: Plan, uniform: Uniform, runnable: Runnabl
         changes.append(Message("lost.spread_experts"))
     if plan.chunks > 1 and uniform.plan.chunks == 1:
         changes.append(Message("lost.chunks", chunks=plan.chunks))
-    if not runnable.uneven_layers:
+    if runnable.blocks_apart is not None:
         changes.append(Message("lost.uneven_layers"))
     if left_out > 0:
         changes.append(Message("lost.devices", devices=left_out))

@@ -268,7 +268,7 @@ def _split(
     draft: Plan, tables: CostTables, runnable: Runnable, held: Sequence[int] | None = None
 ) -> tuple[float, Plan] | None:
     """The draft's slowest stage's seconds per micro-batch, and the draft with layers for which these are least, or with
-    as many in all stages; with no more blocks than can be `held`. None if some layers are left."""
+    as many blocks in all stages, or nearly; with no more blocks than can be `held`. None if some layers are left."""
     layers, blocks, count, sums = tables.problem.model.layers, tables.problem.model.blocks, len(draft.stages), []
     most = [blocks] * count if held is None else held
     for stage in draft.stages:
@@ -276,7 +276,9 @@ def _split(
         how = stage.ep, stage.sequence_parallel
         rows = [tables.times(pool, tp, draft.micro_batch_size, "none", cp, *how) for pool, tp, cp in kinds]
         sums.append(np.max([row.forward_s + row.backward_s for row in rows], axis=0))
-    if not runnable.uneven_layers:
+    if runnable.blocks_apart is not None:
+        if blocks % count and not runnable.blocks_apart:
+            return None
         share = [blocks // count + (s < blocks % count) for s in range(count)]
         bounds = [0, *(1 + np.cumsum(share)).tolist()]
         bounds[-1] = layers
@@ -334,7 +336,7 @@ def fitting(
         found = True
         if compute_s(plan, tables) < most_s():
             yield plan
-    if not found and runnable.uneven_layers and len(draft.stages) > 1:
+    if not found and runnable.blocks_apart is None and len(draft.stages) > 1:
         split = _split(draft, tables, runnable, _held_blocks(draft, tables, runnable))
         if split is not None:
             others = _under_options(split[1], tables, runnable)

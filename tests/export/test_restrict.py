@@ -35,7 +35,7 @@ def test_a_uniform_plan_is_uniform_and_can_be_run(rules):
         assert uniform.dp * uniform.gradient_accumulation * uniform.plan.micro_batch_size == problem.batch.global_batch
         mine = {d for stage in plan.stages for w in stage.workers for d in w.devices}
         assert {d for w in uniform.chain for d in w.devices} <= mine
-        if not rules.uneven_layers:
+        if rules.blocks_apart is not None:
             blocks = np.diff([0] + [min(s.last_layer - 1, problem.model.blocks) for s in uniform.plan.stages])
             assert blocks.max() - blocks.min() <= 1
     assert made >= 12

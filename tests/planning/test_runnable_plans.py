@@ -7,16 +7,18 @@ import pytest
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.plan import Plan
-from polygon.domain.runnable import RUNNABLE, runnable
+from polygon.domain.model import Batch
+from polygon.domain.plan import Plan, Problem, Worker
+from polygon.domain.runnable import RUNNABLE, blocks_of, runnable
 from polygon.domain.runtime import PLANS
 from polygon.export.targets import export
 from polygon.formats import catalogue
+from polygon.formats.recognition import cluster_from_data
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.search_engine import Effort, find_plan
-from polygon.planning.uniform_plans import find_uniform
+from polygon.planning.uniform_plans import find_uniform, uniform_drafts
 from tests.exported_plans import drawn
 
 EFFORT = Effort(fluid_evaluations=400, exact_evaluations=20, polish_evaluations=20, patience=200)
@@ -107,3 +109,29 @@ def test_a_program_without_pipelines_gets_none():
         plan = find_plan(problem, np.random.default_rng(1), effort=EFFORT).plan
         if plan is not None:
             assert len(plan.stages) == 1 and {w.tp * w.cp for w in plan.workers} == {1}
+
+
+@pytest.mark.parametrize(("program", "apart", "most_zero"), [("megatron-2022", 0, 1), ("nanotron", 1, 1)])
+def test_programs_without_layouts_get_stages_alike(program, apart, most_zero):
+    """Megatron-LM of 2022 divides layers by stages without rest; it and nanotron have no ZeRO-3, nor parts of sequences."""
+    nodes = [{"device": "a100-80gb", "count": 1, "devices_per_node": 5}]
+    cluster = cluster_from_data({"name": "five", "regions": [{"name": "here", "nodes": nodes}]}, "five")
+    for model, seq_len in (("llama3-8b", 8192), ("gpt3-1.3b", 2048)):
+        batch = Batch(global_batch=5, seq_len=seq_len)
+        problem = Problem(
+            cluster=cluster, model=catalogue.model(model), batch=batch, runtime=catalogue.runtime(program)
+        )
+        plan = find_plan(problem, np.random.default_rng(0), effort=EFFORT).plan
+        blocks = [blocks_of(problem.model, stage) for stage in plan.stages]
+        assert max(blocks) - min(blocks) <= apart
+        assert max(stage.zero for stage in plan.stages) <= most_zero and plan.stages[0].shards in (0, plan.world_size)
+        assert {worker.cp for worker in plan.workers} == {1}
+
+
+def test_stages_of_equal_blocks_divide_them():
+    """A draft of five stages of 24 blocks is none for Megatron-LM of 2022; nearly equal stages are one for others."""
+    _, _, tables = next(drawing for drawing in drawn(8) if drawing[0].model.blocks == 24)
+    workers = [(Worker(pool=0, devices=(d,)),) for d in range(2)]
+    rows = [workers[d % 2] for d in range(5)]
+    for program, made in (("equal", False), ("even", True), ("megatron", True)):
+        assert bool(list(uniform_drafts(rows, 1, 1, 32, tables, RUNNABLE[program]))) == made, program
