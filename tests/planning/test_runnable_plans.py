@@ -113,7 +113,7 @@ def test_a_program_without_pipelines_gets_none():
 
 @pytest.mark.parametrize(("program", "apart", "most_zero"), [("megatron-2022", 0, 1), ("nanotron", 1, 1)])
 def test_programs_without_layouts_get_stages_alike(program, apart, most_zero):
-    """Megatron-LM of 2022 divides layers by stages without rest; it and nanotron have no ZeRO-3, nor parts of sequences."""
+    """Megatron-LM of 2022 divides layers by stages without rest; it and nanotron know no ZeRO-3 nor cut sequences."""
     nodes = [{"device": "a100-80gb", "count": 1, "devices_per_node": 5}]
     cluster = cluster_from_data({"name": "five", "regions": [{"name": "here", "nodes": nodes}]}, "five")
     for model, seq_len in (("llama3-8b", 8192), ("gpt3-1.3b", 2048)):
