@@ -195,12 +195,14 @@ class _Splits:
 
 def _says(runs: Runnable, problem: Problem, config: ParallelConfig) -> bool:
     """Whether a program has the degrees, chunks and memory options of a split."""
+    stages, blocks = config.pp * config.chunks, problem.model.blocks
     return (
         (runs.pipeline or config.pp == 1)
         and (runs.tensor or config.tp == 1)
         and runs.cuts_sequences(problem, config.cp)
         and (runs.experts or config.ep == 1)
         and (runs.chunks or config.chunks == 1)
+        and (runs.blocks_apart is None or blocks % stages == 0 or (runs.blocks_apart > 0 and blocks > stages))
         and config.zero <= runs.most_zero(config.pp)
         and config.recompute in runs.recompute
     )
