@@ -280,9 +280,11 @@ def interleavings(plan: Plan) -> Iterator[Plan]:
 
 def in_chunks(plan: Plan, tables: CostTables, value_of: Callable[[Plan], float]) -> Plan | None:
     """The plan with the best other number of chunks, None if it can have no other: borders that suit the one number
-    best are not those that suit another, so that small changes of one do not lead there."""
-    fitting = [split for draft in interleavings(plan) if (split := fitted(draft, tables)) is not None]
-    return min(fitting, key=value_of, default=None)
+    best are not those that suit another, so that small changes of one do not lead there. Chunks are stages, of which
+    limits and rules may say how many there may be, and where each lies."""
+    fitting = (split for draft in interleavings(plan) if (split := fitted(draft, tables)) is not None)
+    allowed = [split for split in fitting if not violations(tables.problem, split, tables)]
+    return min(allowed, key=value_of, default=None)
 
 
 def _blocks(plan: Plan) -> list[int]:

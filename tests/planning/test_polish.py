@@ -8,7 +8,7 @@ import pytest
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
-from polygon.domain.plan import Problem, Stage, Worker
+from polygon.domain.plan import Constraints, Problem, Stage, StageRule, Worker
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.planning import polish
 from polygon.planning.checker import violations
@@ -146,6 +146,20 @@ def test_the_best_other_number_of_chunks_is_taken():
         found = in_chunks(plan_of(dp=2, pp=2), tables, lambda plan, sign=sign: sign * plan.chunks)
         assert found.chunks == (2 if sign == 1 else 3) and not violations(PROBLEM, found, tables)
     assert in_chunks(plan_of(dp=4), tables, lambda plan: plan.chunks) is None
+
+
+def test_chunks_keep_the_limits_on_stages():
+    """Chunks are stages: no more than may be, and none where a rule says that its place in the pipeline must not be."""
+    plan = plan_of(dp=2, pp=2)
+    for limits, expected in (
+        (Constraints(most_stages=5), 2),
+        (Constraints(most_stages=3), None),
+        (Constraints(stage_rules=(StageRule(stage=4, never_regions=(PROBLEM.cluster.regions[0].name,)),)), 2),
+        (Constraints(stage_rules=(StageRule(stage=3, never_regions=(PROBLEM.cluster.regions[0].name,)),)), None),
+    ):
+        tables = CostTables(replace(PROBLEM, constraints=limits))
+        found = in_chunks(plan, tables, lambda plan: -plan.chunks)
+        assert (found and found.chunks) == expected
 
 
 def test_only_lanes_are_interleaved():
