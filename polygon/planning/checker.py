@@ -62,7 +62,7 @@ def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -
         return found
     found += _links(problem, plan)
     found += _local_steps(problem, plan)
-    found += _constraints(problem, plan)
+    found += broken_rules(problem, plan)
     tables = tables or CostTables(problem)
     if problem.constraints.limits_cost:
         found += _dear(problem, plan, step_times(plan, tables))
@@ -105,7 +105,7 @@ def broken_limits(problem: Problem, plan: Plan, times: StepTimes) -> list[Violat
         for field, mode in modes
     ]
     found += _local_steps(problem, plan)
-    found += _constraints(problem, plan)
+    found += broken_rules(problem, plan)
     return found + (_dear(problem, plan, times) if problem.constraints.limits_cost else [])
 
 
@@ -395,7 +395,8 @@ def _local_steps(problem: Problem, plan: Plan) -> list[Violation]:
     return found
 
 
-def _constraints(problem: Problem, plan: Plan) -> list[Violation]:
+def broken_rules(problem: Problem, plan: Plan) -> list[Violation]:
+    """What a plan breaks of the constraints' rules on where stages lie and how many there may be."""
     cluster, limits = problem.cluster, problem.constraints
     names = [[cluster.regions[cluster.pools[w.pool].region].name for w in stage.workers] for stage in plan.stages]
     found = [

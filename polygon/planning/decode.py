@@ -24,7 +24,7 @@ from polygon.cost.transfers import Placement
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.runnable import Runnable, runnable
-from polygon.planning.checker import violations
+from polygon.planning.checker import broken_rules
 from polygon.planning.device_assignment import deal_devices, dealt_as
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import (
@@ -412,11 +412,11 @@ class Decoder:
             for floor_s, draft in sorted(drafts, key=lambda pair: pair[0]):
                 if floor_s >= most_s():
                     break
+                if broken_rules(self.problem, draft):
+                    continue
                 for may in self._chain:
                     linked = replace(draft, links=self._links(list(draft.stages), size, may))
                     for plan in fitting(linked, self.tables, runs, most_s):
-                        if self.rules and violations(self.problem, plan, self.tables):
-                            continue
                         found = self.plan_value(plan)
                         if found < value:
                             best, value = plan, found

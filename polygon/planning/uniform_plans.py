@@ -24,6 +24,7 @@ from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.runnable import Runnable, blocks_of, in_turn
+from polygon.planning.checker import broken_rules
 from polygon.planning.polish import interleaved
 from polygon.planning.problem_arrays import splits_sequence
 
@@ -104,11 +105,14 @@ def find_uniform(problem: Problem, plan: Plan, tables: CostTables, runnable: Run
     for priced, (bound_s, draft) in enumerate(sorted(_cuts(problem, plan, tables, runnable), key=lambda cut: cut[0])):
         if priced >= MOST_PRICED or (best is not None and bound_s >= best.step_s):
             break
-        for fitted in fitting(replace(draft, links=links), tables, runnable):
+        for fitted in (
+            fitting(replace(draft, links=links), tables, runnable) if not broken_rules(problem, draft) else ()
+        ):
             consider(fitted)
     if best is not None:
         for other in list(variants(problem, plan, best.plan, tables, runnable)):
-            consider(other)
+            if not broken_rules(problem, other):
+                consider(other)
     return best
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.plan import SumTree
+from polygon.domain.plan import StageRule, SumTree
 from polygon.domain.runnable import RUNNABLE
 from polygon.export.megatron import WORDS
 from polygon.export.restrict import losses
@@ -108,3 +108,22 @@ def test_trees_that_regions_sum_over_are_lost():
     assert lost.cost_s > 1
     assert lost.cost_s == pytest.approx(step_times(plain, tables).step_s - step_times(plan, tables).step_s)
     assert not any(stage.trees for stage in uniform.plan.stages)
+
+
+def test_what_is_rearranged_keeps_the_rules_on_stages():
+    """As many stages as there may be, and none where a rule says that it must not lie."""
+    checked = 0
+    for problem, plan, tables in drawn(24):
+        if len(plan.stages) < 2 or MEGATRON.runs(problem, plan):
+            continue
+        first = problem.cluster.regions[problem.cluster.pools[plan.stages[0].workers[0].pool].region].name
+        for limits in (
+            replace(problem.constraints, most_stages=1),
+            replace(problem.constraints, stage_rules=(StageRule(stage=0, never_regions=(first,)),)),
+        ):
+            limited = replace(problem, constraints=limits)
+            uniform = find_uniform(limited, plan, tables, MEGATRON)
+            if uniform is not None:
+                checked += 1
+                assert violations(limited, uniform.plan, tables) == []
+    assert checked
