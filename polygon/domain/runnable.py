@@ -71,7 +71,9 @@ class Runnable:
             and (self.tensor or worker.tp == 1)
             and self.cuts_sequences(problem, worker.cp)
             and (self.experts or first.ep == 1)
-            and (plan.chunks == 1 or (self.chunks and (plan.micro_batches // dp) % plan.groups == 0))
+            and (
+                plan.chunks == 1 or (self.chunks and plan.groups > 1 and (plan.micro_batches // dp) % plan.groups == 0)
+            )
             and first.zero <= self.most_zero(len(plan.stages))
             and (self.shard_groups or first.shards in (0, dp * worker.cp))
             and first.recompute in self.recompute

@@ -128,7 +128,7 @@ def variants(problem: Problem, plan: Plan, uniform: Plan, tables: CostTables, ru
                 if _fits(replace(uniform, stages=stages), tables):
                     yield replace(uniform, stages=stages)
     # Parts of a group's blocks that are recomputed differ from chunk to chunk: all or none are alike.
-    if runnable.chunks and plan.chunks > 1 and first.recompute_blocks is None:
+    if runnable.chunks and plan.chunks > 1 and uniform.groups > 1 and first.recompute_blocks is None:
         held = interleaved(uniform, plan.chunks)
         if held is not None:
             chunked = replace(

@@ -9,10 +9,11 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import StageRule, SumTree
 from polygon.domain.runnable import RUNNABLE
+from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.export.megatron import WORDS
 from polygon.export.restrict import losses
 from polygon.planning.checker import violations
-from polygon.planning.uniform_plans import find_uniform
+from polygon.planning.uniform_plans import find_uniform, variants
 from tests.cost.test_step_times import far_problem, replicas
 from tests.exported_plans import DIMENSIONS, drawn, of_dimensions
 
@@ -108,6 +109,18 @@ def test_trees_that_regions_sum_over_are_lost():
     assert lost.cost_s > 1
     assert lost.cost_s == pytest.approx(step_times(plain, tables).step_s - step_times(plan, tables).step_s)
     assert not any(stage.trees for stage in uniform.plan.stages)
+
+
+def test_one_stage_takes_no_chunks_of_the_plan():
+    """An interleaved plan that one stage takes the place of: that has no chunks."""
+    problem = far_problem(2)
+    tables = CostTables(problem)
+    plan = uniform_plan(problem, ParallelConfig(pp=2, chunks=2))
+    one = uniform_plan(problem, ParallelConfig(dp=2))
+    found = list(variants(problem, plan, one, tables, MEGATRON))
+    assert found and {(len(other.stages), other.chunks) for other in found} == {(1, 1)}
+    two = uniform_plan(problem, ParallelConfig(pp=2))
+    assert {other.chunks for other in variants(problem, plan, two, tables, MEGATRON)} == {2}
 
 
 def test_what_is_rearranged_keeps_the_rules_on_stages():
