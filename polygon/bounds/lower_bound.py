@@ -85,7 +85,7 @@ def lower_bound(
         Where this falls to 0 before all is known, it is `link_free_bound` (`LowerBound.cut_short`).
     """
     if local_steps is None:
-        local_steps = max(allowed(tables.problem).local_steps)
+        local_steps = max(allowed(tables.problem, by_any_program=True).local_steps)
     known = _known.setdefault(tables, {})
     if local_steps not in known:
         try:

@@ -91,13 +91,15 @@ def codec(mode: str) -> CodecQuality:
     return CodecQuality(**_ledger()["codecs"][mode])
 
 
-def allowed(problem: Problem, level: str | None = None) -> Allowed:
+def allowed(problem: Problem, level: str | None = None, *, by_any_program: bool = False) -> Allowed:
     """Kinds that a problem's constraints let the search choose, of those that its program runs.
 
     Parameters
     ----------
     level : str, optional
         In place of the constraints' own, their lists aside.
+    by_any_program : bool
+        Whether kinds that its program lacks are among them: plans that have these can be priced all the same.
     """
     limits: Constraints = problem.constraints
     most = PARITY_LEVELS.index(limits.parity if level is None else level)
@@ -111,7 +113,7 @@ def allowed(problem: Problem, level: str | None = None) -> Allowed:
         listed = [mode for mode in rows(traffic) if mode in limits.compressions]
         chosen[traffic] = tuple(listed or ["none"]) if limits.compressions and level is None else tuple(kinds(traffic))
     steps = limits.local_steps if limits.local_steps and level is None else tuple(kinds("local_steps"))
-    if (runs := runnable(problem)) is not None:
+    if not by_any_program and (runs := runnable(problem)) is not None:
         packings = tuple(mode for mode in chosen["weight_gradients"] if mode in runs.gradient_packings)
         return Allowed(
             activations=("none",), activation_gradients=("none",), weight_gradients=packings or ("none",),

@@ -172,6 +172,20 @@ def problem_of(cluster, model=None, **batch):
     )
 
 
+def test_the_bound_holds_for_plans_that_the_program_does_not_run():
+    """They can be priced all the same: local steps and packings over slow links, under a program without either."""
+    limits = Constraints(compressions=("int8",), local_steps=(1, 30))
+    cluster = cluster_of([[("t4", 2, 1)]] * 2, bytes_per_s=1e5)
+    ours = Problem(
+        cluster=cluster, model=small_gpt(), batch=Batch(global_batch=64, seq_len=256, precision="fp32"),
+        constraints=limits,
+    )  # fmt: skip
+    other = replace(ours, runtime=catalogue.runtime("megatron-core"))
+    anything = replace(other, runtime=replace(other.runtime, plans="any"))
+    assert lower_bound(CostTables(other)).seconds == lower_bound(CostTables(anything)).seconds
+    assert lower_bound(CostTables(other), local_steps=1).seconds > 1.2 * lower_bound(CostTables(other)).seconds
+
+
 def test_regions_that_cannot_hold_the_model_take_for_ever():
     """No time is enough for two small devices that lack 10 GiB of the model: the bound says so, and ends."""
     cluster = cluster_of([[("t4", 1, 1)], [("t4", 1, 1)]], inside=LAN, between=LAN)
