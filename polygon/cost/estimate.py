@@ -30,7 +30,7 @@ from polygon.cost.transfers import Placement, boundary_values
 from polygon.cost.uncertainty import Known, group_of_run, interval, program_error
 from polygon.domain.cluster import Cluster
 from polygon.domain.plan import Plan, Problem, Stage
-from polygon.domain.schedule import in_flight, interleaved_in_flight
+from polygon.domain.schedule import in_flight, interleaved_in_flight, windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +117,8 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
 
 def _worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[MemoryBreakdown]:
     result: list[MemoryBreakdown] = []
-    for s in range(plan.groups):
+    for s, held in enumerate(_held(plan, tables)):
         # Workers that are cut alike and hold as many micro-batches peak alike: thousands of them are a few kinds.
-        held = _held(plan, tables, s)
         which, different = numbered(room_of_sums(plan, place, s, tables.links, tables.problem.runtime))
         kinds, kind = alike(place.tp[place.members(s)], (held * plan.chunks).astype(np.int64), place.shards[s], which)
         of_kind = [
@@ -132,13 +131,16 @@ def _worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Mem
     return result
 
 
-def _held(plan: Plan, tables: CostTables, stage: int) -> np.ndarray:
-    """Most micro-batches (of chunks: units of one) that each worker of a stage holds at one time."""
+def _held(plan: Plan, tables: CostTables) -> list[np.ndarray]:
+    """Most micro-batches (of chunks: units of one) that each worker of every group holds at one time."""
     if plan.chunks > 1:
-        return interleaved_in_flight(plan, stage)
+        return [interleaved_in_flight(plan, s) for s in range(plan.groups)]
     of = plan.routes, plan.spans, plan.order
-    known = tables.held.get(of, stage)
-    return tables.held.put(in_flight(plan, stage), of, stage) if known is None else known
+    known = tables.held.get(of)
+    if known is None:
+        window = windows(plan)
+        known = tables.held.put([in_flight(plan, s, window) for s in range(plan.groups)], of)
+    return known
 
 
 def group_memory(

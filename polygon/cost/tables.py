@@ -152,8 +152,8 @@ class CostTables:
         """Peak memory of the workers of plans that were priced."""
         self.like_memory = Kept[list[MemoryBreakdown]](KEPT_PLANS)
         """The same by what of a plan it follows from."""
-        self.held = Kept[np.ndarray](KEPT_GROUPS)
-        """Micro-batches in flight on the workers of a stage, by routes, spans and order."""
+        self.held = Kept[list[np.ndarray]](KEPT_PLANS)
+        """Micro-batches in flight on the workers of every group, by routes, spans and order."""
         self.plan_terms = Kept[Any](KEPT_PLANS)
         """What `polygon.cost.step_times` works out of a plan and its spans do not change; then what its layers and
         their execution do not, and what one group of workers needs."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from polygon.domain.model import Model
 from polygon.domain.plan import Plan, Problem, Stage
+from polygon.domain.uniform import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +69,42 @@ class Runnable:
             and (len(plan.stages) == 1 or (plan.order is None and plan.spans == in_turn(dp, len(plan.stages))))
             and min(blocks[1:-1] if self.blocks_apart is None and len(blocks) > 2 else blocks) > 0
             and (self.blocks_apart is None or max(blocks) - min(blocks) <= self.blocks_apart)
-            and (self.pipeline or len(plan.stages) == 1)
-            and (self.tensor or worker.tp == 1)
-            and self.cuts_sequences(problem, worker.cp)
-            and (self.experts or first.ep == 1)
-            and (
-                plan.chunks == 1 or (self.chunks and plan.groups > 1 and (plan.micro_batches // dp) % plan.groups == 0)
-            )
-            and first.zero <= self.most_zero(len(plan.stages))
+            and (plan.chunks == 1 or (plan.groups > 1 and (plan.micro_batches // dp) % plan.groups == 0))
             and (self.shard_groups or first.shards in (0, dp * worker.cp))
-            and first.recompute in self.recompute
+            and self.has(
+                problem,
+                pp=plan.groups,
+                chunks=plan.chunks,
+                tp=worker.tp,
+                cp=worker.cp,
+                ep=first.ep,
+                zero=first.zero,
+                recompute=first.recompute,
+            )
             and (first.recompute_blocks is None or first.recompute in self.some_blocks)
         )
+
+    def has(
+        self, problem: Problem, *, pp: int, chunks: int, tp: int, cp: int, ep: int, zero: int, recompute: str
+    ) -> bool:
+        """Whether the program has the degrees, chunks and memory options of a split."""
+        return (
+            (self.pipeline or pp == 1)
+            and (self.chunks or chunks == 1)
+            and (self.tensor or tp == 1)
+            and self.cuts_sequences(problem, cp)
+            and (self.experts or ep == 1)
+            and zero <= self.most_zero(pp)
+            and recompute in self.recompute
+        )
+
+    def says(self, problem: Problem, config: ParallelConfig) -> bool:
+        """The same of a uniform split, whose stages have to be alike if the program's are: others can be left out."""
+        stages, blocks, apart = config.stages, problem.model.blocks, self.blocks_apart
+        return (apart is None or blocks % stages == 0 or (apart > 0 and blocks > stages)) and self.has(
+            problem, pp=config.pp, chunks=config.chunks, tp=config.tp, cp=config.cp, ep=config.ep, zero=config.zero,
+            recompute=config.recompute,
+        )  # fmt: skip
 
     def cuts_sequences(self, problem: Problem, cp: int) -> bool:
         """Whether sequences can be cut into cp parts: uniform programs give every rank two pieces, an early, a late."""
@@ -127,8 +153,16 @@ def runnable_as(problem: Problem, plans: str) -> Runnable:
     return found
 
 
+def is_run(problem: Problem, plan: Plan) -> bool:
+    """Whether the problem's program runs a plan as it is."""
+    runs = runnable(problem)
+    return runs is None or runs.runs(problem, plan)
+
+
+@lru_cache(maxsize=256)
 def in_turn(width: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Spans of a pipeline of equal width whose micro-batches are dealt in turn."""
+    """Spans of a pipeline of equal width whose micro-batches are dealt in turn: one object, by which what follows from
+    it is kept."""
     return ((width,) * width,) * stages
 
 

@@ -15,7 +15,7 @@ from polygon.cost.money import TrainingRun
 from polygon.domain.groups import Groups
 from polygon.domain.message import TRAFFIC_UNITS, Message
 from polygon.domain.plan import Plan, Problem, Stage
-from polygon.domain.runnable import runnable
+from polygon.domain.runnable import is_run
 from polygon.formats.convert import runtime_data
 
 if TYPE_CHECKING:
@@ -254,8 +254,7 @@ def describe_runtime(runtime: str | Mapping[str, Any]) -> str:
 
 def _not_run(problem: Problem, plan: Plan) -> list[str]:
     """Where the program does not run a plan as it is, a line that says so."""
-    runs = runnable(problem)
-    if runs is None or runs.runs(problem, plan):
+    if is_run(problem, plan):
         return []
     return [f"              which does not run this plan as it is (it runs plans of the kind {problem.runtime.plans})"]
 

@@ -23,7 +23,7 @@ from polygon.cost.tables import CostTables, context_degrees, powers_of_two, wide
 from polygon.cost.transfers import Placement
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
-from polygon.domain.runnable import Runnable, runnable
+from polygon.domain.runnable import Runnable, is_run, runnable
 from polygon.planning.checker import broken_rules
 from polygon.planning.device_assignment import deal_devices, dealt_as
 from polygon.planning.flow import lock_shares
@@ -302,7 +302,7 @@ class Decoder:
 
     def is_run(self, plan: Plan) -> bool:
         """Whether the problem's program runs a plan as it is."""
-        return self.runs is None or self.runs.runs(self.problem, plan)
+        return is_run(self.problem, plan)
 
     def settled(self, plan: Plan) -> Plan:
         """A plan, from wherever, with the allowed packings and local steps that make its value least."""

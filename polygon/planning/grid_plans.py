@@ -108,8 +108,9 @@ def find_grid_plan(
     for values in result.top(result.accepted):
         if tried == tries:
             break
-        plan = plan_of(problem, parallel_config(values))
-        if runs is not None and not runs.runs(problem, plan):
+        config = parallel_config(values)
+        plan = plan_of(problem, config) if runs is None or runs.says(problem, config) else None
+        if plan is None or (runs is not None and not runs.runs(problem, plan)):
             reasons.append(Message("reason.not_run", runtime=problem.runtime.name))
             continue
         found = violations(free, plan, tables)

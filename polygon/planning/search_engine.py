@@ -111,7 +111,7 @@ MOST_RUNNERS_UP = 4
 TRIALS = 4
 """Part of a polish, one in so many, that every draft gets before the best of them gets all of it."""
 FEW_SPLITS = 2
-"""Of the best uniform splits, where the program runs other plans too: small changes turn their order."""
+"""Of the best uniform splits as many as are starts where the program runs other plans too; else all are."""
 FEWEST_FOR_SEVERAL = 100
 """Exact evaluations of an effort below which the best allocation alone is polished."""
 

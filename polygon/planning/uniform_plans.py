@@ -105,9 +105,9 @@ def find_uniform(problem: Problem, plan: Plan, tables: CostTables, runnable: Run
     for priced, (bound_s, draft) in enumerate(sorted(_cuts(problem, plan, tables, runnable), key=lambda cut: cut[0])):
         if priced >= MOST_PRICED or (best is not None and bound_s >= best.step_s):
             break
-        for fitted in (
-            fitting(replace(draft, links=links), tables, runnable) if not broken_rules(problem, draft) else ()
-        ):
+        if broken_rules(problem, draft):
+            continue
+        for fitted in fitting(replace(draft, links=links), tables, runnable):
             consider(fitted)
     if best is not None:
         for other in list(variants(problem, plan, best.plan, tables, runnable)):
@@ -241,7 +241,7 @@ def _drafted(
         ),
         routes=_turns(micro_batches, dp, pp),
         micro_batch_size=size,
-        spans=_spans(dp, pp),
+        spans=in_turn(dp, pp),
     )  # fmt: skip
     split = _split(draft, tables, runnable)
     return None if split is None else ((micro_batches // dp + pp - 1) * split[0], split[1])
@@ -253,11 +253,6 @@ def _turns(micro_batches: int, dp: int, pp: int) -> np.ndarray:
     routes = np.repeat((np.arange(micro_batches) % dp)[:, None], pp, axis=1)
     routes.flags.writeable = False
     return routes
-
-
-@lru_cache(maxsize=256)
-def _spans(dp: int, pp: int) -> tuple[tuple[int, ...], ...]:
-    return in_turn(dp, pp)
 
 
 def _members(workers: Sequence[Worker]) -> Counter[int]:

@@ -25,7 +25,7 @@ from polygon.domain.cluster import Pool
 from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError
 from polygon.domain.plan import RECOMPUTE, Plan, Problem
-from polygon.domain.runnable import Runnable, runnable
+from polygon.domain.runnable import runnable
 from polygon.domain.schedule import interleaved_units
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.grid3d.splits import EVERYTHING, all_splits, chunk_counts, configurations, interleave_fits, split_fault
@@ -150,7 +150,7 @@ class _Splits:
         """Price those that may be among the best, no more than so many; whether any was."""
         families: dict[ParallelConfig, list[tuple[float, ParallelConfig]]] = {}
         for config in itertools.takewhile(lambda _: self.seconds_left() > 0, configs):
-            if self.runs is not None and not _says(self.runs, self.tables.problem, config):
+            if self.runs is not None and not self.runs.says(self.tables.problem, config):
                 continue
             least_s = self._least_s(config)
             if least_s <= WORTH * self.best_s and config not in self.step_s:
@@ -191,21 +191,6 @@ class _Splits:
     def _count(self, config: ParallelConfig) -> int:
         """Micro-batches of a replica."""
         return self.tables.problem.batch.global_batch // (config.dp * config.micro_batch_size)
-
-
-def _says(runs: Runnable, problem: Problem, config: ParallelConfig) -> bool:
-    """Whether a program has the degrees, chunks and memory options of a split."""
-    stages, blocks = config.pp * config.chunks, problem.model.blocks
-    return (
-        (runs.pipeline or config.pp == 1)
-        and (runs.tensor or config.tp == 1)
-        and runs.cuts_sequences(problem, config.cp)
-        and (runs.experts or config.ep == 1)
-        and (runs.chunks or config.chunks == 1)
-        and (runs.blocks_apart is None or blocks % stages == 0 or (runs.blocks_apart > 0 and blocks > stages))
-        and config.zero <= runs.most_zero(config.pp)
-        and config.recompute in runs.recompute
-    )
 
 
 def _first_round(problem: Problem, pool: Pool, *, chunked: bool) -> Iterator[ParallelConfig]:

@@ -20,7 +20,7 @@ from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
-from polygon.domain.runnable import runnable
+from polygon.domain.runnable import is_run
 from polygon.export.launch_hosts import used_nodes
 from polygon.formats.default_links import Place, km_between, place_of
 from polygon.messages.report import ROUNDED, layer_span, size
@@ -45,7 +45,7 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
     return {
         "model": problem.model.name,
         "runtime": {"name": problem.runtime.name, "version": problem.runtime.version},
-        "run": (runs := runnable(problem)) is None or runs.runs(problem, plan),
+        "run": is_run(problem, plan),
         "batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len},
         "estimate": {name: getattr(result, name) for name in SHOWN}
         | (bound_data(result, priced.bounds) if bound else UNBOUND),
