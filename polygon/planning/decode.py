@@ -514,11 +514,25 @@ class Decoder:
             ep=math.gcd(ep, *alike.values()) if ep > 1 else 1,
         )
 
-    def _route(self, stages: list[Stage], setting: Setting, may: Allowed, *, locked: bool) -> Plan | Infeasible:
-        """Shares and routes; workers left without a micro-batch are dropped."""
+    def _route(
+        self, stages: list[Stage], setting: Setting, may: Allowed, *, locked: bool, alike: bool = False
+    ) -> Plan | Infeasible:
+        """Shares and routes; workers left without a micro-batch are dropped.
+
+        Who shares experts takes as many micro-batches as the others: where these do not divide, or devices differ, all
+        of such a stage are dealt `alike`, on as many workers as divide them.
+        """
         problem, micro_batch_size = self.problem, setting.micro_batch_size
         micro_batches = problem.batch.global_batch // micro_batch_size
         seconds, place = self._seconds(stages, micro_batch_size)
+        if alike:
+            kept = [_dividing(stage, own, micro_batches) for stage, own in zip(stages, seconds, strict=True)]
+            if kept != stages:
+                stages, (seconds, place) = kept, self._seconds(kept, micro_batch_size)
+            seconds = [
+                np.full_like(own, own.max()) if stage.ep > 1 else own
+                for stage, own in zip(stages, seconds, strict=True)
+            ]
         regions, nodes = ([of[place.members(s)] for s in range(len(stages))] for of in (place.region, place.node))
         share = None
         if locked:
@@ -537,7 +551,9 @@ class Decoder:
                 stage = replace(stage, workers=tuple(stage.workers[w] for w in busy), ep=1)
             shares = np.bincount(routes[:, s], minlength=stage.width)
             if stage.ep > 1 and shares.min() < shares.max():
-                return Infeasible(reason=Message("reason.expert_shares"))
+                if alike:
+                    return Infeasible(reason=Message("reason.expert_shares"))
+                return self._route(stages, setting, may, locked=locked, alike=True)
             kept.append(stage)
         return Plan(
             stages=tuple(kept),
@@ -702,6 +718,27 @@ def most_stages(problem: Problem) -> int:
     if (runs := runnable(problem)) is not None and not runs.pipeline:
         return 1
     return min(problem.model.layers, problem.cluster.devices, problem.constraints.most_stages or MAX_STAGES, MAX_STAGES)
+
+
+def _dividing(stage: Stage, seconds: np.ndarray, micro_batches: int) -> Stage:
+    """A stage that shares experts on as many of its workers as divide the micro-batches: groups of those that hold one
+    of each expert are left out, of the slowest kind first. As it is where no number of groups divides them.
+
+    Parameters
+    ----------
+    seconds : ndarray, shape (width,)
+        Of a micro-batch on every worker.
+    """
+    if stage.ep == 1:
+        return stage
+    group = stage.ep // math.gcd(stage.ep, stage.workers[0].cp)
+    left = next((n for n in range(stage.width, 0, -group) if micro_batches % n == 0), stage.width)
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for place, worker in enumerate(stage.workers):
+        kinds.setdefault((worker.pool, worker.tp), []).append(place)
+    out = [place for own in sorted(kinds.values(), key=lambda own: -float(seconds[own].max())) for place in own[::-1]]
+    dropped = set(out[: stage.width - left])
+    return replace(stage, workers=tuple(w for place, w in enumerate(stage.workers) if place not in dropped))
 
 
 def carried_over(allocation: Allocation, source: Decoder, target: Decoder) -> Allocation:

@@ -1,5 +1,6 @@
 """What becomes of an allocation whose first draft memory does not hold."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -74,3 +75,47 @@ def test_a_kind_of_workers_owes_what_its_own_regions_nodes_share_out():
     plan = decoder.decode(x)
     assert isinstance(plan, Plan) and {use.weight_gradients for use in plan.links} == {"int8"}
     assert decoder.fluid_s(x)[0] == pytest.approx(decoder.plan_value(plan), rel=0.05)
+
+
+EXPERTS = Problem(
+    cluster=cluster_of([[("a100-40gb", 1, 6), ("t4", 1, 4)]]),
+    model=small_gpt(blocks=4, heads=4, kv_heads=4, head_dim=64, experts=2, experts_per_token=1, expert_ffn_size=512),
+    batch=Batch(global_batch=16, seq_len=512),
+)
+
+
+@pytest.mark.parametrize(
+    ("stages", "kept"),
+    [
+        # Six do not divide sixteen micro-batches, four do; and no less than a pair is left out.
+        ([("a100-40gb", 6, 1)], [{"a100-40gb": 4}]),
+        # Slower ones take as many as the others.
+        ([("a100-40gb", 4, 1), ("t4", 4, 1)], [{"a100-40gb": 4}, {"t4": 4}]),
+        ({"a100-40gb": 4, "t4": 4}, [{"a100-40gb": 4, "t4": 4}]),
+        # Of ten the slowest pair is left out.
+        ({"a100-40gb": 6, "t4": 4}, [{"a100-40gb": 6, "t4": 2}]),
+    ],
+)
+def test_who_shares_experts_takes_as_many_micro_batches_as_the_others(stages, kept):
+    """Where they would not divide, or devices are unequal, a plan is made all the same, and breaks no rule."""
+    decoder = Decoder(EXPERTS)
+    if isinstance(stages, dict):
+        x = allocation(decoder, *((name, width, 1) for name, width in stages.items()), micro_batch_size=1)
+        x = x.with_workers(x.workers.sum(axis=0, keepdims=True))
+    else:
+        x = allocation(decoder, *stages, micro_batch_size=1)
+    plan = decoder.decode(replace(x, ep=2), relax=False)
+    assert isinstance(plan, Plan) and violations(EXPERTS, plan) == []
+    pools = EXPERTS.cluster.pools
+    used = [Counter(pools[worker.pool].device.name for worker in stage.workers) for stage in plan.stages]
+    assert used == kept and all(stage.ep == 2 for stage in plan.stages)
+    for s, stage in enumerate(plan.stages):
+        assert set(plan.shares(s).tolist()) == {16 // stage.width}
+
+
+def test_experts_that_nobody_can_share_alike_are_no_plan():
+    """Of three micro-batches two devices take unequally many, however they are dealt."""
+    problem = replace(EXPERTS, batch=replace(EXPERTS.batch, global_batch=3))
+    decoder = Decoder(problem)
+    found = decoder.decode(replace(allocation(decoder, ("a100-40gb", 2, 1), micro_batch_size=1), ep=2), relax=False)
+    assert not isinstance(found, Plan) and found.reason.kind == "reason.expert_shares"
