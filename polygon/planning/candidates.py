@@ -30,14 +30,24 @@ JOINING = 0.5
 """Of changes of a degree: how often idle devices join in."""
 MOST_LISTED = 200
 """Classes of workers up to which either is done: of more such a list takes as long as many steps."""
-MOST_OF_REGIONS = 0.75
-"""Part of all regions that a set of regions is at most which is searched by itself."""
+MOST_OF_ALL = 0.75
+"""Part of all regions, or device types, that a set of them is at most which is searched by itself."""
 UNLIKE = 0.3
 """Sum of the differences of the shares that pools have of the devices in use above which allocations are unlike."""
 RUNNER_UP = 0.08
 """Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
 DIGITS = 9
 """To which values of allocations agree that differ in idle workers alone."""
+
+
+def used_of(x: Allocation, of_class: np.ndarray) -> tuple[int, ...]:
+    """The regions, or device types, of an allocation's workers, by the classes of these."""
+    return tuple(np.unique(of_class[x.workers.any(axis=0)]).tolist())
+
+
+def leaves_out(part: tuple[int, ...], of_class: np.ndarray) -> bool:
+    """Whether a set of regions, or of device types, is not all of them, or nearly all."""
+    return len(part) <= MOST_OF_ALL * len(np.unique(of_class))
 
 
 class Candidates(SearchProblem[Allocation]):
@@ -59,6 +69,9 @@ class Candidates(SearchProblem[Allocation]):
         self._spaces: dict[tuple[int, int], AllocationSpace] = {}
         self._block_rates: dict[int, np.ndarray] = {}
         self.region_of_class = np.array([pools[p].region for p, _ in decoder.classes])
+        types = list(dict.fromkeys(pool.device.name for pool in pools))
+        self.type_of_class = np.array([types.index(pools[p].device.name) for p, _ in decoder.classes])
+        """Region and device type of every class of workers, by number, shape (classes,) each."""
         self.sizes = decoder.tables.micro_batch_sizes
         self.degrees = decoder.degrees
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
@@ -76,12 +89,13 @@ class Candidates(SearchProblem[Allocation]):
         found._seen, found._count, found._ranking = set(self._seen), copy.copy(self._count), None
         return found
 
-    def within(self, regions: Sequence[int]) -> Candidates:
-        """The same, which goes on by itself with the devices of some regions alone, from what was met in these."""
-        found = self.copy()
-        here = np.array([pool.region in regions for pool in self.decoder.problem.cluster.pools])
+    def within(self, part: Sequence[int], of_class: np.ndarray) -> Candidates:
+        """The same, which goes on by itself with the devices of some regions or types alone, from what was met in
+        these: `of_class` is `region_of_class` or `type_of_class`."""
+        found, here = self.copy(), np.zeros(len(self.space.capacity), dtype=bool)
+        here[self.space.pool[np.isin(of_class, part)]] = True
         found.space, found._spaces = replace(self.space, capacity=self.space.capacity * here), {}
-        found._best = {of: best for of, best in found._best.items() if set(self.regions_of(best[0][2])) <= set(regions)}
+        found._best = {of: best for of, best in found._best.items() if set(used_of(best[0][2], of_class)) <= set(part)}
         return found
 
     def join(self, other: Candidates) -> None:
@@ -157,13 +171,10 @@ class Candidates(SearchProblem[Allocation]):
                     break
         return found
 
-    def sets_of_regions(self) -> list[tuple[int, ...]]:
-        """Of the allocations met, those with the best first, where they leave regions out."""
-        return [part for part in map(self.regions_of, self.best_of(self.regions_of)) if self.leaves_out(part)]
-
-    def leaves_out(self, part: tuple[int, ...]) -> bool:
-        """Whether a set of regions is not all of them, or nearly all."""
-        return len(part) <= MOST_OF_REGIONS * len(np.unique(self.region_of_class))
+    def parts(self, of_class: np.ndarray) -> list[tuple[int, ...]]:
+        """The sets of regions, or of device types (`within`), in which the best were met that leave some out."""
+        found = [used_of(x, of_class) for x in self.best_of(lambda x: used_of(x, of_class))]
+        return [part for part in found if leaves_out(part, of_class)]
 
     def best_of(self, kind: Callable[[Allocation], Hashable]) -> list[Allocation]:
         """The best of every kind met, best first: the fluid value misjudges some kinds more than others."""
@@ -174,7 +185,7 @@ class Candidates(SearchProblem[Allocation]):
 
     def regions_of(self, x: Allocation) -> tuple[int, ...]:
         """The regions of an allocation's workers."""
-        return tuple(np.unique(self.region_of_class[x.workers.any(axis=0)]).tolist())
+        return used_of(x, self.region_of_class)
 
     def _ranked(self) -> list[tuple[float, int, Allocation, int]]:
         """Values, numbers, allocations and places in their structure of the good ones met, best first.

@@ -16,7 +16,15 @@ from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
-from polygon.planning.candidates import MOST_LISTED, RUNNER_UP, Candidates, ExactCandidates, GroupCandidates, NothingNew
+from polygon.planning.candidates import (
+    MOST_LISTED,
+    RUNNER_UP,
+    Candidates,
+    ExactCandidates,
+    GroupCandidates,
+    NothingNew,
+    leaves_out,
+)
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
 from polygon.planning.fitted_starts import Fitted, fitted, in_setting
@@ -76,8 +84,8 @@ MANY_CYCLES = 3
 """Of more such cycles all but the last begin by themselves, as what comes of one varies more than what one more adds;
 after so many, or more, some sets of regions are searched by themselves."""
 NARROWED, NARROW = 2, 3_000
-"""Sets of regions that are searched by themselves after so many cycles, and evaluations in each: of all moves few
-concern the regions that are in use where there are many."""
+"""Sets of regions, and of device types, that are searched by themselves after so many cycles, and evaluations in each:
+of all moves few concern what is in use where there is much."""
 USUAL_CLASSES, MOST_MORE = 20, 2.5
 """Classes of workers above which whole searches evaluate more, in proportion, and how many times as much at most."""
 MOST_CELLS = 3_000_000
@@ -433,7 +441,7 @@ def _explore(
     starts lead on shows after some moves, not before them. The other half of the evaluations go to a race of walks that
     accept late. Many evaluations are several such `CYCLE`s, each of which ends with descents through all neighbours.
     All but the last of more than `MANY_CYCLES` begin from the starts, in turn from the best of them and from such as
-    are unlike each other; then follow short ones in the regions of the best.
+    are unlike each other; then follow short ones in the regions, and on the device types, of the best.
     """
     if begun.interrupted:
         return 0, True, None
@@ -445,7 +453,7 @@ def _explore(
     cycles = max(1, effort.fluid_evaluations // CYCLE)
     each = effort.fluid_evaluations // cycles
     many = _has_many_cycles(effort)
-    total = effort.fluid_evaluations + many * NARROWED * NARROW
+    total = effort.fluid_evaluations + many * 2 * NARROWED * NARROW
     told = phase_of(tell, MEMETIC)
 
     def cycle(own: Candidates, evaluations: int, spread: bool) -> bool:
@@ -482,8 +490,9 @@ def _explore(
                 yield first.copy(), each, i % 2 == 1
             else:
                 yield candidates, each, False
-        for regions in candidates.sets_of_regions()[:NARROWED] if many else ():
-            yield candidates.within(regions), NARROW, False
+        for of_class in (candidates.region_of_class, candidates.type_of_class) if many else ():
+            for part in candidates.parts(of_class)[:NARROWED]:
+                yield candidates.within(part, of_class), NARROW, False
 
     for own, evaluations, spread in legs():
         went_on = cycle(own, evaluations, spread)
@@ -828,7 +837,9 @@ def _likely_parts(exact: ExactCandidates, value: float) -> list[tuple[int, ...]]
     for x, other in exact.met():
         regions = exact.regions_of(x)
         best[regions] = min(other, best.get(regions, math.inf))
-    near = [part for part in best if exact.leaves_out(part) and best[part] <= value + NEARLY * abs(value)]
+    near = [
+        part for part in best if leaves_out(part, exact.region_of_class) and best[part] <= value + NEARLY * abs(value)
+    ]
     return sorted(near, key=best.__getitem__)[:PARTS]
 
 

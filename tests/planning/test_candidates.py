@@ -432,7 +432,7 @@ def test_within_some_regions_nothing_leaves_them(decoder):
     for x in (here, across, there):
         found.evaluate(x)
     for part, start, columns in (((0,), here, slice(0, 3)), ((1,), there, slice(3, 6))):
-        narrow = found.within(part)
+        narrow = found.within(part, found.region_of_class)
         assert [x.key for x in narrow.different] == [start.key]
         met = [narrow.random(rng) for _ in range(20)]
         x = start
@@ -456,7 +456,22 @@ def test_sets_of_regions_are_the_best_first_but_for_nearly_all(decoder, monkeypa
     found.decoder = told([3.0, 1.0, 2.0])
     for x in (allocation([2]), allocation([2, 0, 0, 0], [0, 0, 0, 2]), allocation([0, 0, 0, 2])):
         found.evaluate(x)
-    assert found.sets_of_regions() == [(1,), (0,)]
+    assert found.parts(found.region_of_class) == [(1,), (0,)]
+
+
+def test_within_some_device_types_nothing_leaves_them(decoder):
+    """Those of the second type alone, wherever they are; a set of types is of those in which the best were met."""
+    found, rng = Candidates(decoder, 4), np.random.default_rng(0)
+    types = [decoder.problem.cluster.pools[p].device.name for p, _ in decoder.classes]
+    assert [types[c] for c in np.flatnonzero(found.type_of_class == 0)] == [types[0]] * types.count(types[0])
+    first, second = allocation([2]), allocation([0, 0, 0, 2])
+    for x in (first, second, allocation([2, 0, 0, 0], [0, 0, 0, 2])):
+        found.evaluate(x)
+    assert set(found.parts(found.type_of_class)) == {(0,), (1,)}
+    narrow = found.within((1,), found.type_of_class)
+    assert [x.key for x in narrow.different] == [second.key]
+    met = [narrow.random(rng) for _ in range(20)] + list(narrow.neighbours(second, rng))
+    assert not sum(x.workers for x in met)[:, found.type_of_class == 0].any()
 
 
 def test_allocations_are_unlike_by_their_shares_of_devices(decoder):

@@ -20,7 +20,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Problem
 from polygon.formats import catalogue
 from polygon.planning import search_engine as engine
-from polygon.planning.candidates import Candidates, NothingNew
+from polygon.planning.candidates import Candidates, NothingNew, leaves_out, used_of
 from polygon.planning.checker import violations
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, most_stages
@@ -349,7 +349,8 @@ def test_searches_in_parts_keep_to_their_regions_and_are_plans_of_the_whole(monk
 
 def test_many_cycles_begin_by_themselves_and_end_in_the_best_regions(monkeypatch):
     """Four: three from the starts, of which the second knows nothing of the first and begins from unlike ones, one from
-    what all met; after three or more short ones in sets of regions, which are not all. Fewer go on from each other."""
+    what all met; after three or more short ones in sets of regions and on sets of device types, which are not all.
+    Fewer go on from each other."""
     monkeypatch.setattr(engine, "CYCLE", 600)
     monkeypatch.setattr(engine, "NARROW", 60)
     problem, made = larger_problems(7)[1]["region"], []
@@ -368,14 +369,18 @@ def test_many_cycles_begin_by_themselves_and_end_in_the_best_regions(monkeypatch
         met, interrupted, _ = engine._explore(
             candidates, np.random.default_rng(0), effort, begun, Clock(math.inf), None
         )
-        most = cycles * 600 + (engine.NARROWED * engine.NARROW if cycles > 2 else 0)
+        short = 2 * engine.NARROWED if cycles > 2 else 0
+        most = cycles * 600 + short * engine.NARROW
         assert not interrupted and 0.8 * most < met <= most + 50
         whole = [entry for entry in made if entry[0].space is candidates.space]
         assert len(whole) == cycles and len({id(entry[0]) for entry in whole}) == own
         assert whole[-1][0] is candidates
         narrow = made[cycles:]
-        assert len(narrow) == (engine.NARROWED if cycles > 2 else 0)
-        assert all(candidates.leaves_out(of.regions_of(x)) for of, _, _ in narrow for x in of.different)
+        assert len(narrow) == short
+        for place, (of, _, _) in enumerate(narrow):
+            kind = candidates.region_of_class if place < engine.NARROWED else candidates.type_of_class
+            used = {part for x in of.different for part in used_of(x, kind)}
+            assert used and leaves_out(tuple(used), kind)
     (first, _, _), (second, starts, before), _, (_, _, joined) = made[:4]
     ends = [{x.key for x in of.different} for of in (first, second)]
     assert ends[0] - before and ends[1] - ends[0]  # what the first met is not where the second began
