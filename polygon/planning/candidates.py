@@ -30,8 +30,8 @@ JOINING = 0.5
 """Of changes of a degree: how often idle devices join in."""
 MOST_LISTED = 200
 """Classes of workers up to which either is done: of more such a list takes as long as many steps."""
-MOST_OF_ALL = 0.75
-"""Part of all regions, or device types, that a set of them is at most which is searched by itself."""
+MOST_OF_REGIONS = 0.75
+"""Part of all regions that a set of regions is at most which is searched by itself."""
 UNLIKE = 0.3
 """Sum of the differences of the shares that pools have of the devices in use above which allocations are unlike."""
 RUNNER_UP = 0.08
@@ -45,9 +45,10 @@ def used_of(x: Allocation, of_class: np.ndarray) -> tuple[int, ...]:
     return tuple(np.unique(of_class[x.workers.any(axis=0)]).tolist())
 
 
-def leaves_out(part: tuple[int, ...], of_class: np.ndarray) -> bool:
-    """Whether a set of regions, or of device types, is not all of them, or nearly all."""
-    return len(part) <= MOST_OF_ALL * len(np.unique(of_class))
+def leaves_out(part: tuple[int, ...], of_class: np.ndarray, most: float = MOST_OF_REGIONS) -> bool:
+    """Whether a set of regions, or of device types, is not all of them, nor more than a part of all."""
+    every = len(np.unique(of_class))
+    return len(part) <= min(most * every, every - 1)
 
 
 class Candidates(SearchProblem[Allocation]):
@@ -171,10 +172,10 @@ class Candidates(SearchProblem[Allocation]):
                     break
         return found
 
-    def parts(self, of_class: np.ndarray) -> list[tuple[int, ...]]:
+    def parts(self, of_class: np.ndarray, most: float = MOST_OF_REGIONS) -> list[tuple[int, ...]]:
         """The sets of regions, or of device types (`within`), in which the best were met that leave some out."""
         found = [used_of(x, of_class) for x in self.best_of(lambda x: used_of(x, of_class))]
-        return [part for part in found if leaves_out(part, of_class)]
+        return [part for part in found if leaves_out(part, of_class, most)]
 
     def best_of(self, kind: Callable[[Allocation], Hashable]) -> list[Allocation]:
         """The best of every kind met, best first: the fluid value misjudges some kinds more than others."""

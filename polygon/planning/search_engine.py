@@ -18,6 +18,7 @@ from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import (
     MOST_LISTED,
+    MOST_OF_REGIONS,
     RUNNER_UP,
     Candidates,
     ExactCandidates,
@@ -490,8 +491,10 @@ def _explore(
                 yield first.copy(), each, i % 2 == 1
             else:
                 yield candidates, each, False
-        for of_class in (candidates.region_of_class, candidates.type_of_class) if many else ():
-            for part in candidates.parts(of_class)[:NARROWED]:
+        # Of types, which are few, to leave one out is much.
+        kinds = (candidates.region_of_class, MOST_OF_REGIONS), (candidates.type_of_class, 1.0)
+        for of_class, most in kinds if many else ():
+            for part in candidates.parts(of_class, most)[:NARROWED]:
                 yield candidates.within(part, of_class), NARROW, False
 
     for own, evaluations, spread in legs():
