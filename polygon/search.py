@@ -98,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         plan.save(args.out)
         talk.say(f"plan in {args.out}")
     talk.say(f"{result.evaluations} candidates in {seconds(result.seconds)}")
+    if result.cut_short is not None:
+        talk.say(str(result.cut_short))
     if result.status == "proved":
         talk.say("proved: no allocation of devices to stages has a better plan")
     data, text = _told(args, problem, result, plan, clock)
@@ -150,7 +152,10 @@ def _told(
     tables = plan.problem.tables
     if result.status != "interrupted" and clock.left_s() > 0:
         plan.assumptions(anew=True, time_limit_s=clock.left_s())
-    search = {"evaluations": result.evaluations, "seconds": result.seconds, "proved": result.status == "proved"}
+    search: dict[str, Any] = {"evaluations": result.evaluations, "seconds": result.seconds}
+    search["proved"] = result.status == "proved"
+    if result.cut_short is not None:
+        search["cut_short"] = str(result.cut_short)
     idle = left_out(problem, plan.data, tables, objective_named(args.objective), clock.left_s)
     data = {"search": search, **plan.to_dict(), "left_out": [asdict(row) for row in idle]}
     parts = [plan.describe()]

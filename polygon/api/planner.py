@@ -208,7 +208,7 @@ class Problem:
             problem, which proves the best (time only).
         effort : {'quick', 'thorough', 'long'}, int or Effort
             How long to search, in evaluations: the same seed and effort give the same plan. A number N is the best of N
-            thorough searches with generators of their own: never worse than a smaller one. grid3d has its own end.
+            thorough searches with generators of their own: never worse than a smaller one. grid3d looks at all.
         until_gap : float, optional
             Search again until the step is no more than this part above the bound (time only): N times at most, or 32
             where the effort is a name.
@@ -257,7 +257,7 @@ class Problem:
         history: list[Milestone] = []
         tell = _noted(history, progress, clock)
         if method == "grid3d":
-            found = self._grid(objective, tell, configurations)
+            found = self._grid(objective, tell, configurations, clock)
         else:
             limits = self._limits(effort, clock, until_gap)
             if method == "exhaustive":
@@ -344,7 +344,7 @@ class Problem:
         rounds = UNTIL_ROUNDS if isinstance(effort, str) else limits.rounds
         return replace(limits, rounds=rounds, enough=bound.seconds * (1 + until_gap))
 
-    def _grid(self, objective: Objective, tell: Tell, configurations: PathLike | None) -> Found:
+    def _grid(self, objective: Objective, tell: Tell, configurations: PathLike | None, clock: Clock) -> Found:
         """The best uniform split."""
         data = self.data
         head: dict[str, object] = {"cluster": data.cluster.name, "model": data.model.name, "cost_model": "polygon"}
@@ -356,6 +356,7 @@ class Problem:
             objective=objective_named(objective),
             tell=tell,
             keep=None if configurations is None else lambda rows: rows.write(str(configurations), head),
+            seconds_left=lambda: clock.before_s(BOUND_PART, MOST_BOUND_S),
         )
 
     def _result(
@@ -377,6 +378,7 @@ class Problem:
             history=history,
             seconds=found.seconds,
             evaluations=found.evaluations,
+            cut_short=found.cut_short,
         )
 
     def __repr__(self) -> str:

@@ -52,6 +52,8 @@ class Result:
     seconds: float = 0.0
     """That the search took."""
     evaluations: int = 0
+    cut_short: Message | None = None
+    """How much of the uniform splits a time limit allowed for (method grid3d); None for all."""
 
     @property
     def bound(self) -> LowerBound | None:

@@ -175,6 +175,18 @@ def search_options(*, time_limit_s: float | None = None) -> argparse.ArgumentPar
     parent = argparse.ArgumentParser(add_help=False)
     group = parent.add_argument_group("search")
     group.add_argument("--seed", type=whole(0), default=0, help="of the random numbers (default %(default)s)")
+    _add_time_limit(group, time_limit_s)
+    return parent
+
+
+def time_limit_option() -> argparse.ArgumentParser:
+    """`--time-limit` of commands that draw no random numbers."""
+    parent = argparse.ArgumentParser(add_help=False)
+    _add_time_limit(parent, None)
+    return parent
+
+
+def _add_time_limit(group: Any, time_limit_s: float | None) -> None:
     default = "none" if time_limit_s is None else "%(default)g"
     group.add_argument(
         "--time-limit",
@@ -183,7 +195,6 @@ def search_options(*, time_limit_s: float | None = None) -> argparse.ArgumentPar
         metavar="SECONDS",
         help=f"answer after about this long, with the best so far (default {default})",
     )
-    return parent
 
 
 PROBLEM_OPTIONS = (

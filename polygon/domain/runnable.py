@@ -71,7 +71,7 @@ class Runnable:
             and (self.blocks_apart is None or max(blocks) - min(blocks) <= self.blocks_apart)
             and (plan.chunks == 1 or (plan.groups > 1 and (plan.micro_batches // dp) % plan.groups == 0))
             and (self.shard_groups or first.shards in (0, dp * worker.cp))
-            and self.has(
+            and self._lacking(
                 problem,
                 pp=plan.groups,
                 chunks=plan.chunks,
@@ -81,30 +81,46 @@ class Runnable:
                 zero=first.zero,
                 recompute=first.recompute,
             )
+            is None
             and (first.recompute_blocks is None or first.recompute in self.some_blocks)
         )
 
-    def has(
+    def _lacking(
         self, problem: Problem, *, pp: int, chunks: int, tp: int, cp: int, ep: int, zero: int, recompute: str
-    ) -> bool:
-        """Whether the program has the degrees, chunks and memory options of a split."""
-        return (
-            (self.pipeline or pp == 1)
-            and (self.chunks or chunks == 1)
-            and (self.tensor or tp == 1)
-            and self.cuts_sequences(problem, cp)
-            and (self.experts or ep == 1)
-            and zero <= self.most_zero(pp)
-            and recompute in self.recompute
+    ) -> str | None:
+        """What of the degrees, chunks and memory options of a split the program has not; None where it has all."""
+        has = (
+            ("pp", pp, self.pipeline or pp == 1),
+            ("interleave", chunks, self.chunks or chunks == 1),
+            ("tp", tp, self.tensor or tp == 1),
+            ("cp", cp, self.cuts_sequences(problem, cp)),
+            ("ep", ep, self.experts or ep == 1),
+            ("zero", zero, zero <= self.most_zero(pp)),
+            ("recompute", recompute, recompute in self.recompute),
         )
+        return next((f"{name} {value}" for name, value, there in has if not there), None)
 
-    def says(self, problem: Problem, config: ParallelConfig) -> bool:
-        """The same of a uniform split, whose stages have to be alike if the program's are: others can be left out."""
-        stages, blocks, apart = config.stages, problem.model.blocks, self.blocks_apart
-        return (apart is None or blocks % stages == 0 or (apart > 0 and blocks > stages)) and self.has(
+    def lacking(self, problem: Problem, config: ParallelConfig) -> str | None:
+        """What of a uniform split the program has not, as the grid says it (``"zero 2"``); None where it runs it.
+
+        The plan of a split (`uniform_plan`) is run where nothing is lacking.
+        """
+        lacks = self._lacking(
             problem, pp=config.pp, chunks=config.chunks, tp=config.tp, cp=config.cp, ep=config.ep, zero=config.zero,
             recompute=config.recompute,
         )  # fmt: skip
+        stages, blocks, apart = config.stages, problem.model.blocks, self.blocks_apart
+        alike = apart is None or blocks % stages == 0 or (apart > 0 and blocks > stages)
+        each = problem.batch.global_batch // (config.dp * config.micro_batch_size)
+        if lacks is None and not alike:
+            return f"{stages} stages of {blocks} blocks"
+        if lacks is None and config.schedule != "1f1b" and config.pp > 1 and each > 1:
+            return f"schedule {config.schedule}"
+        return lacks
+
+    def says(self, problem: Problem, config: ParallelConfig) -> bool:
+        """Whether the program runs a uniform split."""
+        return self.lacking(problem, config) is None
 
     def cuts_sequences(self, problem: Problem, cp: int) -> bool:
         """Whether sequences can be cut into cp parts: uniform programs give every rank two pieces, an early, a late."""

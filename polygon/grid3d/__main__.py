@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from polygon.commands import cli
 from polygon.domain.errors import InputError
+from polygon.domain.message import Message
 from polygon.domain.plan import RECOMPUTE
 from polygon.domain.runtime import DP_OVERLAP
 from polygon.domain.uniform import SCHEDULES, ParallelConfig
@@ -27,6 +27,7 @@ from polygon.grid3d.grid_rows import FIELDS, Case, case_of
 from polygon.grid3d.searcher import Constants, SearcherCase, is_metadata, metadata_of, read_metadata
 from polygon.grid3d.splits import EVERYTHING, GridOptions, all_splits
 from polygon.grid3d.spread import BACKENDS
+from polygon.planning.clock import Clock
 
 COST_MODELS = ("polygon", "seed003")
 TRIED = ("cp", "ep", "micro_batch_size", "zero", "recompute", "schedule", "interleave", "sequence_parallel")
@@ -72,6 +73,7 @@ def parser() -> cli.CommandParser:
             cli.output_options(out="every configuration as JSON (default output.json)"),
             cli.problem_options(),
             cli.bench_options(),
+            cli.time_limit_option(),
         ],
     )
     top.add_argument("cluster", metavar="CLUSTER", help="cluster or problem file, or the searcher's cluster metadata")
@@ -190,11 +192,12 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.messages.report import describe_runtime
 
     args = parser().parse_args(argv)
+    clock = Clock(args.time_limit)
     talk = cli.Talk(quiet=args.quiet)
     case, devices, says = _case(args, talk)
     options = GridOptions() if isinstance(case, SearcherCase) else case.options
     splits = list(all_splits(devices, options.cp))
-    start = time.perf_counter()
+    read_s = clock.spent_s
     with talk.progress("splits", total=len(splits)) as show, cli.interrupted_by_signals() as asked:
         result = evaluate_all(
             case,
@@ -203,18 +206,24 @@ def main(argv: list[str] | None = None) -> int:
             backend=args.backend,
             scheduler=args.scheduler,
             progress=lambda done: show(done, f"{done} of {len(splits)}"),
+            seconds_left=clock.left_s,
         )
     if result.interrupted and not result.rows:
         return cli.interrupted(asked)
-    took_s = time.perf_counter() - start
+    took_s = clock.spent_s - read_s
     path = args.out or "output.json"
     result.write(path, {**says, "devices": devices})
     count = len(result.rows)
     talk.say(
         f"{count} configurations ({result.accepted} fit) in {took_s:.1f} s: {count / took_s:,.0f} a second; {path}"
     )
+    not_run = result.reasons().get("runtime", 0)
+    if not_run:
+        talk.say(str(Message("grid.not_run", runtime=case.runtime.name, count=not_run)))
     if result.interrupted:
         talk.say("interrupted: these are the configurations so far")
+    elif not result.complete:
+        talk.say(str(result.part()))
     best = result.top(args.top)
     if not best and result.interrupted:
         return asked.exit_code
@@ -225,7 +234,9 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(case, Case):
             best = [{**values, **case.details(parallel_config(values))} for values in best]
         text = f"{describe_runtime(says['runtime'])}\n{text}" if "runtime" in says else text
-        found = {"configurations": count, "accepted": result.accepted, "best": best}
+        found = {"configurations": count, "accepted": result.accepted, "not_run": not_run, "best": best}
+        if not result.complete:
+            found |= {"splits": result.splits, "splits_looked_at": result.looked_at}
         cli.emit({**{key: says[key] for key in ("runtime",) if key in says}, **found}, text, as_json=args.json)
     return asked.exit_code if result.interrupted else cli.EXIT_OK
 

@@ -16,6 +16,7 @@ from polygon.domain.cluster import Cluster, Link, NodeGroup, Pool, Region
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Problem
+from polygon.domain.runnable import runnable
 from polygon.domain.runtime import POLYGON, Runtime
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.grid3d.splits import GridOptions, GridSplit, configurations, split_fault
@@ -47,6 +48,8 @@ class GridRow(NamedTuple):
     """Decides between equals, so that the order never depends on who computed what."""
     line: str
     """JSON object."""
+    why: str = ""
+    """Of one that is rejected what for: `memory`, `runtime`, a degree's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +91,26 @@ class Case:
         if fault:
             return [row({**split._asdict(), "rejected": fault}, math.inf)]
         configs: list[ParallelConfig] = []
-        found = []
-        for config, reason in configurations(split, self.model, self.batch, self.options):
-            if isinstance(config, ParallelConfig):
-                configs.append(config)
-            else:
-                found.append(row({**split._asdict(), "micro_batch_size": config, "rejected": reason}, math.inf))
-        return found + self._priced(configs)
-
-    def _priced(self, configs: list[ParallelConfig]) -> list[GridRow]:
-        """Rows of configurations, in bulk."""
         found, lanes = [], _lanes_of(self)
+        problem = lanes.tables.problem
+        runs = runnable(problem)
+        for config, reason in configurations(split, self.model, self.batch, self.options):
+            if not isinstance(config, ParallelConfig):
+                found.append(row({**split._asdict(), "micro_batch_size": config, "rejected": reason}, math.inf))
+            elif runs is not None and (lacks := runs.lacking(problem, config)) is not None:
+                rejected = f"runtime: {self.runtime.name} does not run {lacks}"
+                found.append(row({**_values(config), "rejected": rejected}, math.inf))
+            else:
+                configs.append(config)
+        return found + self._priced(configs, lanes)
+
+    def _priced(self, configs: list[ParallelConfig], lanes: Lanes) -> list[GridRow]:
+        """Rows of configurations, in bulk."""
+        found = []
         for config in configs:
             priced = lanes.estimate(config)
             step_s, peak_bytes = priced.step_s, priced.peak_bytes
-            values: dict[str, Any] = {name: getattr(config, FIELDS.get(name, name)) for name in KEYS}
+            values = _values(config)
             values["step_s"] = short(step_s)
             values["terms_s"] = dict(zip(TERMS, map(short, priced.terms_s), strict=True))
             values["memory_bytes"] = short(peak_bytes)
@@ -131,6 +139,11 @@ def _lanes_of(case: Case) -> Lanes:
     return _latest[0][1]
 
 
+def _values(config: ParallelConfig) -> dict[str, Any]:
+    """A configuration as a row has it."""
+    return {name: getattr(config, FIELDS.get(name, name)) for name in KEYS}
+
+
 def short(value: float) -> float:
     """Seven digits: more than any estimate is worth, and half the bytes in the file."""
     return float(f"{value:.7g}")
@@ -139,7 +152,8 @@ def short(value: float) -> float:
 def row(values: dict[str, Any], step_s: float) -> GridRow:
     """A row of these values."""
     order = "/".join(f"{value:>6}" for key, value in values.items() if key in KEYS)
-    return GridRow(values["rejected"] is not None, step_s, order, json.dumps(values))
+    why = values["rejected"].split()[0].rstrip(":") if values["rejected"] else ""
+    return GridRow(values["rejected"] is not None, step_s, order, json.dumps(values), why)
 
 
 def uniform_pool(cluster: Cluster, precision: str) -> tuple[Pool, str | None]:

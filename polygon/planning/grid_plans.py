@@ -14,7 +14,6 @@ from polygon.cost.tables import CostTables
 from polygon.domain.errors import require
 from polygon.domain.message import Message
 from polygon.domain.plan import LinkUse, Plan, Problem, Worker
-from polygon.domain.runnable import runnable
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.grid3d.grid import GridResult, evaluate_all, parallel_config
 from polygon.grid3d.grid_rows import case_of
@@ -27,6 +26,10 @@ from polygon.planning.telling import EXACT, Tell
 
 PLANNABLE = GridOptions(micro_batch_size=None, zero=(0, 1, 2, 3), recompute=("none", "selective", "full"))
 """What a plan can express: data, tensor and pipeline parallelism, every memory option."""
+
+
+SIMULATED_PART = 0.5
+"""Of a time limit, what is kept for the simulations."""
 
 
 def plan_of(problem: Problem, config: ParallelConfig) -> Plan:
@@ -73,6 +76,7 @@ def find_grid_plan(
     backend: str = "processes",
     tell: Tell | None = None,
     keep: Callable[[GridResult], None] | None = None,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Found:
     """The best plan of uniform parallelism: all configurations by formula, the best of them by exact simulation.
 
@@ -86,8 +90,11 @@ def find_grid_plan(
         Phase, part of it done, best step so far [s].
     keep : callable
         Given all configurations, priced, before any is simulated.
+    seconds_left : callable
+        Once it says 0 or less, nothing further is tried if there is a plan; the simulations keep a part of it.
     """
-    start = time.perf_counter()
+    start, whole_s = time.perf_counter(), seconds_left()
+    kept_s = SIMULATED_PART * whole_s if math.isfinite(whole_s) else 0.0
     case, _ = case_of(problem, options)
     splits = list(all_splits(problem.cluster.devices, options.cp))
     told: Tell = tell or (lambda phase, part, best: None)
@@ -97,6 +104,7 @@ def find_grid_plan(
         jobs=jobs,
         backend=backend,
         progress=lambda done: told(Message("phase.every_configuration"), 0.5 * done / len(splits), math.inf),
+        seconds_left=lambda: seconds_left() - kept_s,
     )
     if keep is not None:
         keep(result)
@@ -104,15 +112,15 @@ def find_grid_plan(
     best: tuple[float, Plan] | None = None
     reasons: list[Message] = []
     tried = 0
-    free, runs = without_cost_limits(problem), runnable(problem)
-    for values in result.top(result.accepted):
+    free = without_cost_limits(problem)
+    cut_short = None if result.complete or result.interrupted else result.part()
+    for looked_at, values in enumerate(result.top(result.accepted)):
         if tried == tries:
             break
-        config = parallel_config(values)
-        plan = plan_of(problem, config) if runs is None or runs.says(problem, config) else None
-        if plan is None or (runs is not None and not runs.runs(problem, plan)):
-            reasons.append(Message("reason.not_run", runtime=problem.runtime.name))
-            continue
+        if seconds_left() <= 0 and (best is not None or looked_at >= tries):
+            cut_short = Message("grid.part_simulated", part=result.part(), simulated=tried)
+            break
+        plan = plan_of(problem, parallel_config(values))
         found = violations(free, plan, tables)
         if found:
             reasons.append(found[0])
@@ -138,4 +146,5 @@ def find_grid_plan(
         evaluations=len(result.rows) + tried,
         seconds=seconds,
         interrupted=result.interrupted,
+        cut_short=cut_short,
     )

@@ -8,6 +8,7 @@ polished as the search's own plans are.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Stage
-from polygon.grid3d.grid import evaluate_all, parallel_config
+from polygon.grid3d.grid import GridResult, evaluate_all, parallel_config
 from polygon.grid3d.grid_rows import case_of
 from polygon.grid3d.splits import EVERYTHING, all_splits
 from polygon.planning.checker import violations
@@ -46,15 +47,24 @@ class NaivePlans:
         self._known: dict[str, Outcome] = {}
 
     @cached_property
-    def rows(self) -> list[Row]:
-        """Uniform splits of all devices that memory holds, fastest by formula first; none where regions lack links."""
+    def grid(self) -> GridResult:
+        """Uniform splits of all devices; none where regions lack links."""
         try:
             case, _ = case_of(self.problem, EVERYTHING)
         except InputError:
-            return []
+            return GridResult(())
         splits = list(all_splits(self.problem.cluster.devices, EVERYTHING.cp))
-        found = evaluate_all(case, splits, backend="serial")
-        return found.top(found.accepted)
+        return evaluate_all(case, splits, backend="serial")
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Those that memory holds and the program runs, fastest by formula first."""
+        return self.grid.top(self.grid.accepted)
+
+    @cached_property
+    def not_run(self) -> list[Row]:
+        """Those that the program does not run."""
+        return [json.loads(row.line) for row in self.grid.rows if row.why == "runtime"]
 
     def best(self, idea: str, wanted: Callable[[Row], bool]) -> Outcome:
         """The best plan among the uniform splits that are wanted.
@@ -89,8 +99,14 @@ class NaivePlans:
         best = sorted(settled, key=lambda entry: entry[:2])[:FINALISTS]
         finalists = [polished_outcome(self.decoder, outcome) for _, _, outcome in best]
         if not finalists:
-            return Outcome(reason=reason or Message("reason.no_such_plan"))
+            return Outcome(reason=reason or self._why_none(wanted))
         return min(finalists, key=lambda outcome: outcome.bill.step_s if outcome.bill else math.inf)
+
+    def _why_none(self, wanted: Callable[[Row], bool]) -> Message:
+        """Why there is no plan that breaks no rule."""
+        if any(wanted(row) for row in self.not_run):
+            return Message("reason.not_run", runtime=self.problem.runtime.name)
+        return Message("reason.no_such_plan")
 
     def _likely(self, wanted: Callable[[Row], bool]) -> Iterator[Plan]:
         """Plans of the wanted rows that break no rule, few of one split."""

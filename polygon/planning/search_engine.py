@@ -166,6 +166,8 @@ class Found:
     """What every allocation costs that was simulated exactly; the chosen one first."""
     proved: bool = False
     """Whether no allocation of devices to stages decodes to a better plan (`polygon.planning.exact`)."""
+    cut_short: Message | None = None
+    """How much of the uniform splits a time limit allowed for; None for all, and for other searches."""
 
 
 def find_groups(

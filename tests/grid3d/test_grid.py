@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from polygon.domain.cluster import Cluster, Link, NodeGroup, Pool, Region
 from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
+from polygon.domain.runnable import RUNNABLE, runnable
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
 from polygon.grid3d.__main__ import main
-from polygon.grid3d.grid import evaluate_all, parallel_config
+from polygon.grid3d.grid import evaluate_all, parallel_config, spread_out
 from polygon.grid3d.grid_rows import Case, GridRow, uniform_pool
 from polygon.grid3d.splits import EVERYTHING, GridOptions, GridSplit, all_splits, configurations
 from tests.nightly import cases
@@ -123,6 +125,92 @@ def test_an_interrupt_keeps_what_is_priced(tmp_path):
     result.write(str(tmp_path / "o.json"), {})
     data = json.loads((tmp_path / "o.json").read_text())
     assert data["interrupted"] is True and len(data["configurations"]) == 3
+
+
+@given(devices=st.integers(1, 400))
+def test_splits_are_looked_at_in_an_order_that_leaves_none_out(devices):
+    """Each once, the deepest cut first; the first eighth has several tensor degrees where there are many."""
+    splits = list(all_splits(devices))
+    order = spread_out(splits)
+    assert sorted(order) == sorted(splits)
+    assert order[0].tp * order[0].pp == devices
+    first = order[: max(len(order) // 8, 2)]
+    assert len(order) < 16 or len({split.tp for split in first}) > 1
+
+
+def countdown(calls: int):
+    """Seconds left that run out after so many times that somebody asks."""
+    left = iter(range(calls, -1_000_000, -1))
+    return lambda: float(next(left))
+
+
+def test_a_time_limit_keeps_what_is_priced(tmp_path):
+    """Splits that there was time for are ranked as in the whole grid, and file and words say how many they are."""
+    splits = list(all_splits(32))
+    asked = case(GridOptions(micro_batch_size=None))
+    whole = evaluate_all(asked, splits, backend="serial")
+    part = evaluate_all(asked, splits, backend="serial", seconds_left=countdown(12))
+    assert whole.complete and not part.complete and not part.interrupted
+    assert 0 < part.looked_at < part.splits == len(splits) and part.accepted
+    assert set(part.rows) < set(whole.rows) and list(part.rows) == sorted(part.rows)
+    assert str(part.part()) == f"the time allowed for {part.looked_at} of {len(splits)} splits"
+    part.write(str(tmp_path / "o.json"), {})
+    data = json.loads((tmp_path / "o.json").read_text())
+    assert (data["splits"], data["splits_looked_at"]) == (len(splits), part.looked_at)
+    whole.write(str(tmp_path / "o.json"), {})
+    assert "splits" not in json.loads((tmp_path / "o.json").read_text())
+
+
+def test_however_short_a_limit_one_that_fits_is_looked_for():
+    """Until one does, and no further; where none does, in a few splits and not in all."""
+    splits = list(all_splits(32))
+    one = evaluate_all(case(GridOptions()), splits, backend="serial", seconds_left=lambda: 0.0)
+    assert one.accepted and not one.complete
+    none = evaluate_all(case(GridOptions(), usable_bytes=1e6), splits, backend="serial", seconds_left=lambda: 0.0)
+    assert not none.accepted and 0 < none.looked_at < len(splits)
+    assert none.why_none(32).kind == "reason.of_part" and "splits)" in str(none.why_none(32))
+
+
+def test_the_command_answers_within_its_time(tmp_path, capsys):
+    """The best so far, exit 0, and how much of the grid that is."""
+    code, text = run(tmp_path, "--time-limit", "1e-9", "--all", "--json")
+    data, shown = json.loads(text), capsys.readouterr()
+    assert code == 0 and data["accepted"] > 0 and data["splits_looked_at"] < data["splits"]
+    assert json.loads(shown.out)["splits_looked_at"] == data["splits_looked_at"]
+    assert f"the time allowed for {data['splits_looked_at']} of {data['splits']} splits" in shown.err
+
+
+@pytest.mark.parametrize("model", ["gpt3-125m", "llama2-7b"])
+@pytest.mark.parametrize("plans", sorted(RUNNABLE))
+def test_rows_that_fit_are_those_that_the_program_runs(model, plans):
+    """A configuration is rejected for the program exactly where it does not run its plan."""
+    runtime = replace(catalogue.runtime("megatron-core"), plans=plans)
+    asked = replace(case(EVERYTHING, math.inf), model=catalogue.model(model), runtime=runtime)
+    asked = replace(asked, pool=replace(POOL, nodes=3), batch=Batch(global_batch=24, seq_len=1026))
+    runs, seen = runnable(asked.problem), {False: 0, True: 0}
+    for split in list(all_splits(24, None))[::5]:
+        for row in asked.rows(split)[::11]:
+            if row.rejected and row.why != "runtime":
+                continue
+            plan = uniform_plan(asked.problem, parallel_config(json.loads(row.line)))
+            assert runs.runs(asked.problem, plan) is not row.rejected, row.line
+            seen[row.rejected] += 1
+    assert seen[True] and (seen[False] or plans == "sharded")
+
+
+def test_the_listing_counts_what_the_program_does_not_run(tmp_path, capsys):
+    """They are behind those it runs, without a price and with what it has not; none where it runs any plan."""
+    code, text = run(tmp_path, "--zero", "all", "--runtime", "deepspeed", "--json", "--jobs", "1")
+    rows, shown = json.loads(text)["configurations"], capsys.readouterr()
+    left = [row for row in rows if (row["rejected"] or "").startswith("runtime: ")]
+    assert code == 0 and 0 < len(left) == json.loads(shown.out)["not_run"]
+    assert f"deepspeed does not run {len(left)} more" in shown.err
+    assert {row["tp"] for row in rows if row["rejected"] is None} == {1}
+    assert {"runtime: deepspeed does not run tp 2", "runtime: deepspeed does not run zero 2"} <= {
+        row["rejected"] for row in left
+    }
+    code, text = run(tmp_path, "--zero", "all", "--jobs", "1")
+    assert "runtime: " not in text and "does not run" not in capsys.readouterr().err
 
 
 def test_nothing_fits_is_a_result():

@@ -18,6 +18,7 @@ from polygon.domain.errors import InputError
 from polygon.domain.message import Violation
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
+from polygon.domain.runnable import is_run
 from polygon.domain.uniform import ParallelConfig
 from polygon.formats import catalogue
 from polygon.grid3d.splits import all_splits
@@ -125,6 +126,23 @@ def test_the_objective_and_the_limits_count():
     assert found.plan is None and found.reason["why"]["over"][0]["limit"] == 1e-6
 
 
+def test_a_time_limit_keeps_the_best_so_far():
+    """A plan however short it is, and how much of the grid it is the best of."""
+    found = find_grid_plan(TWO_NODES, jobs=1, seconds_left=lambda: 0.0)
+    assert found.plan is not None and violations(TWO_NODES, found.plan) == []
+    assert found.cut_short is not None and found.cut_short["simulated"] == 1
+    assert 0 < found.cut_short["part"]["looked_at"] < found.cut_short["part"]["splits"]
+    whole = find_grid_plan(TWO_NODES, jobs=1)
+    assert whole.cut_short is None and whole.value_s <= found.value_s
+
+
+def test_a_search_for_a_program_finds_a_split_that_it_runs():
+    """Whatever is faster for others."""
+    asked = replace(TWO_NODES, runtime=catalogue.runtime("deepspeed"))
+    found = find_grid_plan(asked, jobs=1, tries=4)
+    assert found.plan is not None and is_run(asked, found.plan)
+
+
 def test_no_plan_has_a_reason():
     """A model that fits nowhere."""
     found = find_grid_plan(problem(region("a", "t4", 1, 2), model="gpt3-13b"), jobs=1)
@@ -145,3 +163,7 @@ def test_search_offers_the_grid(tmp_path, capsys):
     assert json.loads(plan.read_text())["solver"] == "grid3d"
     rows = json.loads(every.read_text())["configurations"]
     assert {(row["dp"], row["tp"], row["pp"]) for row in rows} == {s[:3] for s in all_splits(4)}
+    assert cli.run(search, [*words, "--time-limit", "1e-9"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["search"]["cut_short"] in shown.err
+    assert json.loads(every.read_text())["splits_looked_at"] < len(list(all_splits(4)))

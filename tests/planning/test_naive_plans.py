@@ -11,6 +11,7 @@ from polygon.domain.message import Message, say
 from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Problem
 from polygon.domain.uniform import ParallelConfig, uniform_plan
+from polygon.formats import catalogue
 from polygon.planning.alternatives import Explainer
 from polygon.planning.checker import violations
 from polygon.planning.decode import Decoder
@@ -52,6 +53,16 @@ def test_uniform_ideas_are_nested():
         assert outcome.bill.step_s == decoder.bill(outcome.plan).step_s
     assert every.bill.step_s <= pipeline.bill.step_s * (1 + 1e-9)
     assert naive.best("none", lambda row: False).reason == Message("reason.no_such_plan")
+
+
+def test_ideas_are_of_what_the_program_runs():
+    """A slower variant that it runs before faster ones that it does not; where it runs none, that is said."""
+    asked = replace(EQUAL, runtime=catalogue.runtime("deepspeed"))
+    decoder = Decoder(asked)
+    naive = NaivePlans(decoder)
+    every = naive.best("any", lambda row: True)
+    assert decoder.is_run(every.plan) and {worker.tp for worker in every.plan.workers} == {1}
+    assert naive.best("tensor", lambda row: row["tp"] == 4).reason == Message("reason.not_run", runtime="deepspeed")
 
 
 def test_drafts_are_compared_with_their_links_packed():
