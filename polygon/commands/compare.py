@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("plan", help="plan.json, as it was run (the launcher puts the rehearsed one beside its trace)")
     parser.add_argument("traces", nargs="+", metavar="trace", help="traces of one run")
-    parser.add_argument("--top", type=int, default=12, help="differences listed (default %(default)s)")
+    parser.add_argument("--top", type=cli.whole(0), default=12, help="differences listed (default %(default)s)")
     args = parser.parse_args(argv)
 
     from polygon.cost.step_times import step_times

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,10 @@ def intervals_of(trace: Mapping[str, Any], where: str) -> list[Interval]:
                 continue
             start_s, stage = float(event["ts"]) / 1e6, int(event["pid"])
             worker, step = int(event["tid"]) // len(ROWS), int(event["args"]["step"])
-            end_s = start_s + float(event["dur"]) / 1e6
+            took_s = float(event["dur"]) / 1e6
+            if not (math.isfinite(start_s) and 0 <= took_s < math.inf):
+                raise ValueError(f"ts {event['ts']}, dur {event['dur']}")
+            end_s = start_s + took_s
             found.append(Interval(stage, worker, str(event["cat"]), str(event["name"]), start_s, end_s, step))
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise fault(place, Message("found.event_without", what=str(error)[:60]), "the runner's events") from None
@@ -136,26 +140,26 @@ def _spent(intervals: Iterable[Interval], start_s: float, end_s: float) -> dict[
 def whole_steps(
     predicted: Iterable[Interval], measured: Iterable[Interval]
 ) -> tuple[dict[int, list[Interval]], dict[int, float]]:
-    """Intervals of the measured steps that have exactly the predicted forwards and backwards, and their lengths [s].
+    """Intervals of the measured steps that have the predicted forwards and backwards, each once, and their lengths [s].
 
     A step ends where the next one starts, if that was traced: steps of different stages overlap a little.
 
     Raises
     ------
     InputError
-        There is none: another plan was run.
+        There is none: another plan was run, or a trace given twice.
     """
-    wanted = {(i.stage, i.worker, i.name) for i in predicted if i.kind == "compute"}
+    wanted = Counter((i.stage, i.worker, i.name) for i in predicted if i.kind == "compute")
     by_step: dict[int, list[Interval]] = defaultdict(list)
     for interval in measured:
         by_step[interval.step].append(interval)
     whole = {
         step: rows
         for step, rows in sorted(by_step.items())
-        if {(i.stage, i.worker, i.name) for i in rows if i.kind == "compute"} == wanted
+        if Counter((i.stage, i.worker, i.name) for i in rows if i.kind == "compute") == wanted
     }
     if not whole:
-        found = Phrase("no step with the plan's forwards and backwards")
+        found = Phrase("no step with the plan's forwards and backwards, each once")
         raise fault("trace", found, "a trace of this plan")
     starts = {step: min(i.start_s for i in rows if i.kind == "compute") for step, rows in whole.items()}
     ends = {step: max(i.end_s for i in rows) for step, rows in whole.items()}
@@ -168,7 +172,8 @@ def compare(predicted: Sequence[Interval], measured: Sequence[Interval]) -> Comp
     Raises
     ------
     InputError
-        No measured step has exactly the predicted forwards and backwards: another plan was run.
+        No measured step has the predicted forwards and backwards, each once: another plan was run, or a trace given
+        twice.
     """
     whole, lengths_s = whole_steps(predicted, measured)
     first = min(whole)

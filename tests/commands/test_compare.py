@@ -67,6 +67,22 @@ def test_a_trace_of_another_plan_is_refused(predicted):
         intervals_of({"traceEvents": 3}, "x.json")
 
 
+def test_a_trace_given_twice_is_refused(predicted):
+    """It would be said that everything took twice as long."""
+    measured = stretched(predicted, 1.0, 2)
+    with pytest.raises(InputError, match="each once"):
+        compare(predicted, [*measured, *measured])
+
+
+@pytest.mark.parametrize(("key", "value"), [("dur", float("nan")), ("dur", -1.0), ("ts", float("inf")), ("dur", 1e999)])
+def test_times_that_are_none_are_refused(predicted, key, value):
+    """A trace with them is not the runner's."""
+    trace = chrome_trace(stretched(predicted, 1.0, 1), {}, {})
+    next(event for event in trace["traceEvents"] if event["ph"] == "X")[key] = value
+    with pytest.raises(InputError, match=f"trace: traceEvents: .*{key} {value}"):
+        intervals_of(trace, "trace")
+
+
 def test_command_prints_both_and_writes_them_side_by_side(predicted, tmp_path, capsys):
     """Predicted stages have even process numbers, measured ones odd."""
     problem, plan = routed_problem(8)
