@@ -190,7 +190,8 @@ def _simpler(problem: Problem, plan: Plan, other: Plan, objective: str) -> tuple
     from polygon.planning.objectives import MEASURES
 
     measure, decoder = MEASURES[objective], Decoder(problem, tables=plan.problem.tables)
-    more = measure.value(decoder.bill(other.data)) / measure.value(decoder.bill(plan.data)) - 1
+    least, value = (measure.value(decoder.bill(p.data)) for p in (plan, other))
+    more = value / least - 1 if value != least else 0.0  # of devices that are free both cost nothing
     longer = other.evaluate().step_s / plan.evaluate().step_s - 1
     data = {"longer_by": longer, "more_by": more, "stages": other.stages, "devices": other.devices}
     of = "(--robust weighs both)" if objective == "time" else measure.name

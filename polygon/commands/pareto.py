@@ -6,6 +6,7 @@ python -m polygon.pareto groups.json --energy --tokens 300e9 --plans front/
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from polygon.domain.message import Message
     from polygon.formats.convert import runtime_data
-    from polygon.messages.report import describe_runtime, table
+    from polygon.messages.report import describe_nothing, describe_runtime, table
 
     talk = cli.Talk(quiet=args.quiet)
     with talk.progress("searching", 1.0) as show, cli.interruptible() as asked:
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         talk.say("interrupted: this is the front so far")
     if not front.plans:
         return cli.infeasible(front.reason or Message("reason.none_found_within_limits", over=()))
-    rows = [_point(problem, plan, bill, args.tokens) for plan, bill in zip(front.plans, front.bills, strict=True)]
+    rows = [_point(problem, plan, bill, args) for plan, bill in zip(front.plans, front.bills, strict=True)]
     data: dict[str, Any] = {"runtime": runtime_data(problem.runtime)}
     data |= {"objectives": ["step_s", "usd", *(["energy_j"] if args.energy else [])], "points": rows}
     if args.plans:
@@ -88,15 +89,19 @@ def main(argv: list[str] | None = None) -> int:
         talk.say(f"picture in {args.plot}")
     talk.say(f"{front.evaluations} candidates in {front.seconds:.3g} s")
     text = f"{describe_runtime(data['runtime'])}\n{table(*_columns(rows, energy=args.energy))}"
+    nothing = [sorted({name for row in rows for name in row.get(key, ())}) for key in ("free", "without_power")]
+    if any(nothing):
+        text += f"\ncounted       {describe_nothing(*nothing)}"
     cli.emit(data, text, as_json=args.json)
     return asked.exit_code if front.interrupted else cli.EXIT_OK
 
 
-def _point(problem: Problem, plan: Plan, bill: Bill, tokens: float | None) -> dict[str, Any]:
+def _point(problem: Problem, plan: Plan, bill: Bill, args: argparse.Namespace) -> dict[str, Any]:
     """One plan of the front in numbers and words."""
     from dataclasses import asdict
 
     from polygon.cost.money import whole_run
+    from polygon.messages.report import counted_as_nothing
 
     cluster = problem.cluster
     used: Counter[str] = Counter()
@@ -113,8 +118,11 @@ def _point(problem: Problem, plan: Plan, bill: Bill, tokens: float | None) -> di
         "devices": dict(used),
         "stages": plan.stages,
     }
-    if tokens:
-        row["run"] = asdict(whole_run(bill, tokens))
+    free, idle = counted_as_nothing(problem, plan.data)
+    row |= {"free": free} if free else {}
+    row |= {"without_power": idle} if idle and args.energy else {}
+    if args.tokens:
+        row["run"] = asdict(whole_run(bill, args.tokens))
     return row
 
 

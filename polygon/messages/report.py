@@ -310,15 +310,23 @@ def _sources(names: list[str]) -> str:
     return ", ".join(said + [SOURCES.get(name, name) for name in names if not (both and name in SOURCES)])
 
 
-def _free(problem: Problem, plan: Plan) -> str:
-    """Device types that the plan uses and that count as free, because they are or because nobody said their price, or
-    as drawing nothing, because their maker does not say what they draw."""
+def counted_as_nothing(problem: Problem, plan: Plan) -> tuple[list[str], list[str]]:
+    """Device types that the plan uses and that count as free, because they are or because nobody said their price, and
+    those that count as drawing nothing, because their maker does not say what they draw."""
     pools = [problem.cluster.pools[worker.pool] for worker in plan.workers]
     free = {pool.device.name for pool in pools if not pool.price_usd_per_hour}
-    idle = {pool.device.name for pool in pools if not pool.device.power_w}
-    return "".join(
-        f"; {', '.join(sorted(names))} at {what}" for names, what in ((free, "0 USD an hour"), (idle, "0 W")) if names
-    )
+    return sorted(free), sorted({pool.device.name for pool in pools if not pool.device.power_w})
+
+
+def describe_nothing(free: Sequence[str], idle: Sequence[str]) -> str:
+    """The two lists of `counted_as_nothing` in words; empty where both are."""
+    of = ((free, "0 USD an hour"), (idle, "0 W"))
+    return "; ".join(f"{', '.join(names)} at {what}" for names, what in of if names)
+
+
+def _free(problem: Problem, plan: Plan) -> str:
+    said = describe_nothing(*counted_as_nothing(problem, plan))
+    return f"; {said}" if said else ""
 
 
 def _packing(problem: Problem, plan: Plan, source: str, target: str) -> str:

@@ -12,6 +12,7 @@ from polygon.commands.pareto import main as pareto
 from polygon.formats import files
 from polygon.planning import clock
 from polygon.planning.checker import violations
+from polygon.search import _simpler
 from polygon.search import main as search
 
 CLUSTER = """
@@ -120,3 +121,42 @@ def test_a_search_whose_time_is_up_says_what_it_has_no_answer_to(tmp_path, capsy
     text = capsys.readouterr().out
     assert "local steps   what they would bring was not worked out for lack of time" in text
     assert "; no time for stages and regions); gap" in text
+
+
+FREE = """
+name: own
+devices:
+  own: {memory_gib: 24, tflops: {fp32: 30, bf16: 100}, memory_bandwidth_gb_per_s: 800, power_w: 0}
+regions:
+  - {name: here, nodes: [{device: own, count: 1, devices_per_node: 2}]}
+  - {name: there, nodes: [{device: a100-40gb, count: 1}]}
+links:
+  - {between: [here, there], latency_ms: 5, bandwidth_gbps: 10}
+"""
+"""Devices of which nobody says what they cost or draw, beside one of which it is known."""
+
+
+def test_a_front_names_what_it_counts_as_nothing(tmp_path, capsys):
+    """A plan on devices without a price is not just said to cost 0."""
+    path, out = tmp_path / "own.yaml", tmp_path / "front.json"
+    path.write_text(FREE)
+    words = ["--cluster", str(path), *WHAT, "--effort", "quick", "-o", str(out)]
+    assert pareto(words) == 0
+    points = json.loads(out.read_text())["points"]
+    assert {"own (here)"} == set(points[-1]["devices"]) and points[-1]["free"] == ["own"]
+    assert all("free" in point or not {"own (here)"} & set(point["devices"]) for point in points)
+    assert not any("without_power" in point for point in points)
+    assert capsys.readouterr().out.endswith("counted       own at 0 USD an hour\n")
+    assert pareto([*words, "--energy"]) == 0
+    assert "own at 0 USD an hour; own at 0 W" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("objective", ["money", "energy"])
+def test_a_simpler_plan_of_free_devices_costs_no_more(tmp_path, objective):
+    """Nothing is not divided by nothing."""
+    path = tmp_path / "own.yaml"
+    path.write_text(FREE)
+    problem = planner.Problem(planner.Cluster.from_yaml(path), "gpt2", planner.Batch(global_batch=4, seq_len=256))
+    plan = problem.search(effort="quick", objective=objective).plan
+    data, words = _simpler(problem.data, plan, plan, objective)
+    assert data["more_by"] == 0 and f"+0.0% {objective}" in words
