@@ -210,7 +210,7 @@ class Explainer:
             yield Message("idea.pipeline"), True, self._pipeline
         if len(cluster.regions) > 1:
             in_order = (x for size in self._sizes() for x in self._stage_per_region(size))
-            yield Message("idea.stage_per_region"), True, partial(self._best, in_order)
+            yield Message("idea.stage_per_region"), True, partial(self._best, in_order, self._in_as_many_stages)
         yield Message("idea.random"), True, self._random
 
     def _sizes(self) -> tuple[int, ...]:
@@ -218,13 +218,25 @@ class Explainer:
 
     def _data_parallel(self) -> Outcome:
         """All devices in one stage: shares by speed, or equal ones."""
-        by_speed = self._best(x for size in self._sizes() for x in self._one_stage(size))
+        by_speed = self._best((x for size in self._sizes() for x in self._one_stage(size)), self._on_all)
         return faster_of(by_speed, self.naive.best("one stage", lambda row: row["pp"] == 1))
 
     def _whole_nodes(self, widest: int) -> Outcome:
         """A worker a node: nodes of any widths with shares by speed, or equal ones with equal shares."""
-        by_speed = self._best(x for size in self._sizes() for x in islice(self._one_stage(size, from_widest=True), 1))
-        return faster_of(by_speed, self.naive.best("whole nodes", lambda row: row["tp"] == widest and row["pp"] == 1))
+        equal = self.naive.best("whole nodes", lambda row: row["tp"] == widest and row["pp"] == 1)
+        if max(tp for _, tp in self.decoder.classes) == 1:  # the program, or the model, has no tensor parallelism
+            return equal
+        nodes = (x for size in self._sizes() for x in islice(self._one_stage(size, from_widest=True), 1))
+        return faster_of(self._best(nodes, self._on_all), equal)
+
+    def _on_all(self, plan: Plan, x: Allocation) -> bool:
+        """Whether a plan is on all devices of its allocation."""
+        degrees = np.array([tp for _, tp in self.decoder.classes])
+        return plan.devices_of_pools.total() == int((x.workers @ degrees).sum())
+
+    def _in_as_many_stages(self, plan: Plan, x: Allocation) -> bool:
+        """Whether a plan has the stages of its allocation; a program may need more, of equal width."""
+        return plan.groups >= int(x.workers.any(axis=1).sum())
 
     def _pipeline(self) -> Outcome:
         return self.naive.best("pipeline", lambda row: row["tp"] == 1 and row["pp"] > 1)
@@ -244,8 +256,10 @@ class Explainer:
         return column
 
     def _one_stage(self, size: int, *, from_widest: bool = False) -> Iterator[Allocation]:
-        """As many of all workers as there are micro-batches."""
+        """As many of all workers as there are micro-batches; none where smaller ones would leave fewer out."""
         for x in self._everything_in_one_stage(size, from_widest=from_widest):
+            if size > min(self._sizes()) and x.workers[0].sum() > self.problem.batch.global_batch // size:
+                continue
             row = self._at_most(x.workers[0], self.problem.batch.global_batch // size)
             yield replace(x, workers=row * (np.arange(len(x.workers)) == 0)[:, None])
 
@@ -259,9 +273,11 @@ class Explainer:
             yield Allocation(workers=workers, micro_batch_size=size)
 
     def _stage_per_region(self, size: int) -> Iterator[Allocation]:
-        """In every order of few regions, else along walks through close ones."""
+        """In every order of few regions, else along walks through close ones; none where there may not be as many."""
         pools = self.problem.cluster.pools
         regions = sorted({pools[p].region for p, _ in self.decoder.classes})
+        if len(regions) > most_stages(self.problem):
+            return
         orders: Iterable[Sequence[int]] = permutations(regions)
         if len(regions) > MOST_ORDERED:
             walks = ([r for r in walk if r in regions] for walk in region_walks(self.decoder))
@@ -315,8 +331,10 @@ class Explainer:
                 x = replace(self.allocation, micro_batch_size=int(size))
                 yield idea, False, partial(self._best, [x])
 
-    def _best(self, allocations: Iterable[Allocation]) -> Outcome:
-        return best_of(self.decoder, list(allocations), tries=5)
+    def _best(
+        self, allocations: Iterable[Allocation], wanted: Callable[[Plan, Allocation], bool] = lambda plan, x: True
+    ) -> Outcome:
+        return best_of(self.decoder, list(allocations), tries=5, wanted=wanted)
 
     def _stacked(self, rows: Sequence[np.ndarray]) -> Allocation:
         workers = np.zeros_like(self.allocation.workers)

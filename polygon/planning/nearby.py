@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -111,11 +111,13 @@ def best_of(
     tries: int = 3,
     relax: bool = True,
     measure: Objective = STEP_TIME,
+    wanted: Callable[[Plan, Allocation], bool] = lambda plan, x: True,
 ) -> Outcome:
     """The best of several allocations: the best few by the fluid step time are simulated exactly.
 
     With `relax` as `Decoder.decode` has it, and the best is then polished; without, this takes a third of the time.
-    `measure` is what is least of the best, of the exact bills and of the fluid ones.
+    `measure` is what is least of the best, of the exact bills and of the fluid ones. Plans are left out that are not
+    `wanted`: who gets no micro-batch is not in the plan of an allocation.
     """
     if not allocations:
         return Outcome(reason=Message("reason.no_such_plan"))
@@ -125,13 +127,16 @@ def best_of(
     for i in np.argsort(values, kind="stable")[:tries]:
         x = allocations[i]
         outcome = checked(decoder.problem, decoder.decode(x, relax=relax), decoder.tables, decoder)
-        if outcome.bill is None:
+        if outcome.plan is None or outcome.bill is None:
             reason = reason or outcome.reason
+        elif not wanted(outcome.plan, x):
+            reason = reason or Message("reason.nothing_to_do")
         elif best.bill is None or measure.value(outcome.bill) < measure.value(best.bill):
             best = Outcome(plan=outcome.plan, bill=outcome.bill, allocation=x)
-    if best.bill is None:
+    if best.bill is None or best.allocation is None:
         return Outcome(reason=reason)
-    return polished_outcome(decoder, best) if relax else best
+    ended = polished_outcome(decoder, best) if relax else best
+    return ended if ended.plan is not None and wanted(ended.plan, best.allocation) else best
 
 
 def polished_outcome(decoder: Decoder, outcome: Outcome) -> Outcome:

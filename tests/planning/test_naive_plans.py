@@ -99,6 +99,37 @@ def test_a_stage_has_no_more_workers_than_micro_batches():
     assert len({tuple(map(tuple, np.argwhere(rows).tolist())) for rows in found}) >= 2  # both orders of the regions
 
 
+APART = ([("a100-80gb", 1, 2)], [("v100-16gb", 2, 2)], [("t4", 1, 2)])
+FAR = replace(problem_of(APART, batch=16), cluster=cluster_of(APART, latency_s=0.05, bytes_per_s=2e7))
+"""Eight devices so far apart that one region alone is faster than all."""
+
+
+@pytest.mark.parametrize("program", ["polygon", "deepspeed", "torchtitan"])
+def test_what_is_said_of_all_devices_is_of_all(program):
+    """Not of those that get micro-batches where the others get none, nor of few large micro-batches on some."""
+    asked = replace(FAR, runtime=catalogue.runtime(program))
+    plan = uniform_plan(asked, ParallelConfig(dp=2))
+    explainer = Explainer(asked, plan)
+    found = {"one stage": explainer._data_parallel(), "nodes": explainer._whole_nodes(2), "any": explainer._uniform(2)}
+    for name, outcome in found.items():
+        if name == "nodes" and program == "deepspeed":
+            assert outcome.reason == Message("reason.not_run", runtime=program)
+            continue
+        assert outcome.plan.devices_of_pools.total() == 8, name
+        assert violations(asked, outcome.plan) == []
+    assert found["one stage"].bill.step_s > explainer.decoder.bill(plan).step_s
+
+
+def test_a_stage_per_region_needs_as_many_stages():
+    """None of one region where there may be one stage alone; of three as many as there are, or more of equal width."""
+    explainer = Explainer(FAR, uniform_plan(FAR, ParallelConfig(dp=2)))
+    for x in islice(explainer._stage_per_region(1), 2):
+        outcome = explainer._best([x], explainer._in_as_many_stages)
+        assert outcome.plan.groups >= 3 and set(outcome.plan.devices_of_pools) == {0, 1, 2}
+    asked = replace(FAR, runtime=catalogue.runtime("fsdp"))
+    assert not list(Explainer(asked, uniform_plan(asked, ParallelConfig(dp=2)))._stage_per_region(1))
+
+
 def test_memory_variants_and_their_words():
     """All pairs of ZeRO and recomputation; the words name what a plan does and leave out what it does not."""
     plan = uniform_plan(EQUAL, ParallelConfig(dp=4, tp=2, zero=1, micro_batch_size=2))
