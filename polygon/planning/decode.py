@@ -217,11 +217,13 @@ class Decoder:
         return is_step_time(self.problem, self.objective)
 
     def legal(self, allocation: Allocation) -> Allocation:
-        """The allocation without the workers that the constraints keep out of their stages, and in whole units."""
-        if self.rules:
-            allocation = allocation.with_workers(self.rules.legal(allocation.workers))
-        unit = allocation.unit
-        return allocation.with_workers(allocation.workers // unit * unit) if unit > 1 else allocation
+        """The allocation in whole units, and without the workers that the constraints keep out of their stages.
+
+        Units first: a stage of less than one falls away, and the rules are about the stages that are left.
+        """
+        if (unit := allocation.unit) > 1:
+            allocation = allocation.with_workers(allocation.workers // unit * unit)
+        return allocation.with_workers(self.rules.legal(allocation.workers)) if self.rules else allocation
 
     def value(self, allocation: Allocation) -> float:
         """What the search minimises (`polygon.planning.objectives`), by the fluid step time.

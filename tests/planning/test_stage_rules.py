@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polygon.domain.model import Batch
-from polygon.domain.plan import Constraints, Problem, StageRule
+from polygon.domain.plan import Constraints, Plan, Problem, StageRule
+from polygon.planning.checker import broken_rules
+from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.stage_rules import StageRules
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -78,3 +80,25 @@ def test_starts_keep_the_rules_and_invent_no_workers(more, seed):
         stages = int(x.any(axis=1).sum())
         assert x[:stages].any(axis=1).all()
         assert all((x[s][~rules.allowed(s, stages)] == 0).all() for s in range(stages))
+
+
+@pytest.mark.parametrize("rule", [{"last_stage_regions": ("r1",)}, {"first_stage_regions": ("r2",)}])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_stage_of_less_than_a_unit_falls_away_before_the_rules_look(rule, cp):
+    """Workers come in units of as many as cut a sequence; whatever is decoded keeps the rules."""
+    problem = Problem(
+        cluster=cluster_of([[("t4", 4, 2)]] * 3),
+        model=small_gpt(),
+        batch=Batch(global_batch=8, seq_len=512),
+        constraints=Constraints(**rule),
+    )
+    decoder, rng, made = Decoder(problem), np.random.default_rng(cp), 0
+    for _ in range(12):
+        workers = rng.integers(0, 3, (4, len(decoder.classes)))
+        for c, (_, tp) in enumerate(decoder.classes):
+            workers[:, c] *= tp == 1
+        plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1, cp=cp), relax=False)
+        if isinstance(plan, Plan):
+            made += 1
+            assert broken_rules(problem, plan) == [], workers.tolist()
+    assert made
