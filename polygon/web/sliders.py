@@ -114,6 +114,10 @@ def positions(devices: Iterable[str], local_steps: int) -> dict[str, list[dict[s
     return {name: [{name: value} for value in values] for name, values in every.items()}
 
 
+BOUND_KNOWS = ("plan.packing", "plan.compression", "plan.local_steps", "plan.forbidden")
+"""How kinds of faults begin that plans have of which the bound is not (`polygon.bounds.lower_bound`)."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedChange:
     """A changed plan, its times and estimate, and what no plan can beat."""
@@ -131,18 +135,36 @@ class PricedChange:
 
     @cached_property
     def bounds(self) -> Bounds:
-        """What no plan can beat; worked out when it is asked for, as a timeline never does."""
-        own = self._is_own or (self._may_be_own and not self.broken and self.over_memory_bytes == 0)
-        return Bounds.of(self.tables, lower_bound(self.base) if own else link_free_bound(self.tables))
+        """What no plan can beat; worked out when it is asked for, as a timeline never does.
+
+        The problem's own bound where the plan is one of those that it is of, be it changed, kept as a variant or opened
+        from a file; else compute and path alone, with all devices where it uses some that the limits leave out.
+        """
+        if self._keeps_bound and not self._beyond_bound:
+            return Bounds.of(self.tables, lower_bound(self.base))
+        tables, limits = self.tables, self.problem.constraints
+        free = replace(limits, forbidden_regions=(), forbidden_devices=(), most_usd_per_hour=None)
+        if self._beyond_bound and free != limits:
+            tables = tables.with_other_speeds(replace(self.problem, constraints=free))
+        return Bounds.of(tables, link_free_bound(tables))
 
     @property
-    def _is_own(self) -> bool:
-        """Whether the problem is as it was."""
-        return self.changes.model_copy(update={"overlap": 1.0}) == NO_CHANGE
+    def _keeps_bound(self) -> bool:
+        changes = self.changes
+        affords_more = changes.price_factor < 1 and self.problem.constraints.most_usd_per_hour is not None
+        return keeps_bound(changes.model_dump(exclude_defaults=True)) and not affords_more
 
     @property
-    def _may_be_own(self) -> bool:
-        return keeps_bound(self.changes.model_dump(exclude_defaults=True))
+    def _beyond_bound(self) -> bool:
+        """Whether the plan breaks a limit that the bound takes for granted: memory, what may be used, packings and
+        local steps, dollars an hour. Of other limits, as a deadline, it knows nothing, and holds for whoever breaks
+        them."""
+        return self.over_memory_bytes > 0 or any(
+            fault["excess"].kind == "limit.usd_per_hour"
+            if fault.kind == "plan.limit"
+            else fault.kind.startswith(BOUND_KNOWS)
+            for fault in self.broken
+        )
 
     @cached_property
     def broken(self) -> list[Violation]:
@@ -176,7 +198,8 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
     """Apply changes to a plan and predict its step.
 
     The lower bound of a changed plan is that of compute and path alone, which holds for any links, packings and steps;
-    or the problem's own (`keeps_bound`), where the changed plan is one of those that it is of.
+    or the problem's own (`keeps_bound`), where the changed plan is one of those that it is of. A plan as it was kept is
+    held to the same rule.
 
     Raises
     ------

@@ -17,7 +17,7 @@ from polygon.domain.plan import Problem
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
 from polygon.messages.report import size
-from polygon.web.sliders import NO_CHANGE, Changes, flat_s, keeps_bound, price
+from polygon.web.sliders import NO_CHANGE, Changes, flat_s, keeps_bound, price, timed
 from polygon.web.timeline import KINDS, timeline
 from polygon.web.views import advice, front, sensitivities, traffic, unpriced, view
 from tests.cost.test_step_times import far_problem, replicas
@@ -412,6 +412,39 @@ def test_the_problems_own_bound_holds_for_what_is_no_better(case, changes, holds
     assert after.bounds.step == before.step if holds else after.bounds.step.seconds < before.step.seconds
     assert keeps_bound(changes) == holds or "weight_gradients" in changes or "local_steps" in changes
     assert after.bounds.usd == pytest.approx(changes.get("price_factor", 1.0) * before.usd) or not holds
+
+
+@pytest.mark.parametrize(
+    ("limits", "changes", "holds"),
+    [({}, {"weight_gradients": "int4"}, False), ({}, {"local_steps": 512}, False),
+     ({"most_step_s": 0.01, "egress_bytes_per_step": {"*": 0.0}}, {"prefetch": 0.0}, True),
+     ({"most_usd_per_hour": 1.0}, {"price_factor": 2.0}, False),
+     ({"forbidden_devices": ("v100-16gb",)}, {}, False), ({"memory_headroom": 0.95}, {}, False)],
+)  # fmt: skip
+def test_a_plan_that_breaks_a_limit_has_one_bound_tried_or_kept(case, limits, changes, holds):
+    """The problem's own where that knows nothing of the limit, as of a deadline; else compute and path of all devices,
+    which no plan beats, the one that breaks the limit among them."""
+    problem, plan, _ = case
+    problem = replace(problem, constraints=replace(problem.constraints, **limits))
+    tables = CostTables(problem)
+    tried = price(problem, plan, Changes.model_validate(changes), tables)
+    assert tried.broken or tried.over_memory_bytes
+    like, other, *_ = timed(problem, plan, tried.changes, tables)
+    kept = price(like, other, NO_CHANGE, tables if like is problem else None)
+    for it in (tried, kept):
+        assert ("regions" in it.bounds.step.parts) == holds
+        assert 0 < it.bounds.step.seconds < it.estimate.step_s
+    assert kept.bounds.step.seconds == pytest.approx(tried.bounds.step.seconds)
+
+
+def test_cheaper_devices_under_a_budget_by_the_hour_may_be_more(case):
+    """So the plan's own bound, which is that of what could be had at the old prices, is not that of the new."""
+    problem, plan, _ = case
+    now = changed(case).estimate
+    budget = now.cost_usd / now.step_s * 4000
+    problem = replace(problem, constraints=replace(problem.constraints, most_usd_per_hour=budget))
+    cheaper = price(problem, plan, Changes(price_factor=0.25))
+    assert not cheaper.broken and "regions" not in cheaper.bounds.step.parts
 
 
 def test_what_nobody_said_the_price_of_has_none_at_other_prices():
