@@ -4,7 +4,7 @@
     python -m polygon.explain plan.json --link frankfurt tokyo --more-gbps 10 --tokens 300e9
 
 Everything is worked out with short searches from the plan; a longer search may find more. Where one of them finds a
-faster plan, that is said, and `--better FILE` keeps it.
+better plan, that is said, and `--better FILE` keeps it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from polygon.api.choices import OBJECTIVES
 from polygon.commands import cli
 from polygon.planning.clock import Clock
 
@@ -44,14 +45,20 @@ def main(argv: list[str] | None = None) -> int:
         "--more-gbps", type=cli.number(above=0), default=1.0, metavar="X", help="how much more to ask for (default 1)"
     )
     parser.add_argument("--tokens", type=cli.number(above=0), metavar="N", help="also: the whole run of so many tokens")
-    kept = "where the fastest plan goes if it beats the one given"
+    parser.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default=OBJECTIVES[0],
+        help="what the plan was made for, in which it is held against others (default %(default)s)",
+    )
+    kept = "where the best plan goes if it beats the one given"
     parser.add_argument("--better", type=cli.out_file, metavar="FILE", help=kept)
     args = parser.parse_args(argv)
     clock = Clock(args.time_limit)
 
     from polygon.formats import files
     from polygon.formats.convert import runtime_data
-    from polygon.messages.explanation import describe_explanation, explanation_data, faster
+    from polygon.messages.explanation import better, describe_explanation, explanation_data
     from polygon.messages.report import describe_assumptions
 
     given = cli.read_plan(args.plan, args)
@@ -62,15 +69,15 @@ def main(argv: list[str] | None = None) -> int:
     talk = cli.Talk(quiet=args.quiet)
     answers = _answers(args, problem, plan, tables, talk, clock)
     assumed = given.assumptions(anew=not answers.what.left_out, time_limit_s=clock.left_s())
-    data = {"runtime": runtime_data(problem.runtime), **explanation_data(plan, answers, args.tokens)}
+    data = {"runtime": runtime_data(problem.runtime), **explanation_data(problem, plan, answers, args.tokens)}
     data["assumed"] = [asdict(assumption) for assumption in assumed]
     if args.out:
         files.write_json(args.out, data)
         talk.say(f"answers in {args.out}")
-    better = faster(answers)
-    if better is not None and args.better:
-        replace(given, data=better.plan).save(args.better)
-        talk.say(f"a faster plan in {args.better}")
+    found = better(problem, answers)
+    if found is not None and args.better:
+        replace(given, data=found.plan).save(args.better)
+        talk.say(f"a better plan in {args.better}")
     text = describe_explanation(problem, plan, answers, args.tokens) + describe_assumptions(assumed)
     cli.emit(data, text, as_json=args.json)
     exit_code: int = answers.exit_code
@@ -82,10 +89,12 @@ def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk, cl
     from types import SimpleNamespace
 
     from polygon.planning.alternatives import Explainer
+    from polygon.planning.objectives import objective_named
     from polygon.planning.what_ifs import link_changes, sensitivities
 
     changes = link_changes(problem.cluster, args.link, args.more_gbps) if args.link else None
-    explainer = Explainer(problem, plan, tables, seed=args.seed)
+    objective = objective_named(args.objective)
+    explainer = Explainer(problem, plan, tables, objective=objective, seed=args.seed)
     with talk.progress("explaining", 1.0) as show, cli.interruptible() as asked:
 
         def left(part: float) -> Callable[[], float]:
@@ -99,6 +108,7 @@ def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk, cl
             plan,
             tables=tables,
             changes=changes,
+            objective=objective,
             more_gbps=args.more_gbps,
             seed=args.seed,
             seconds_left=left(1.0),
@@ -108,7 +118,7 @@ def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk, cl
     if left_out:
         talk.say(f"{'interrupted: ' if asked() else ''}no time for {left_out} questions")
     exit_code = asked.exit_code if asked() and left_out else cli.EXIT_OK
-    return SimpleNamespace(bill=explainer.bill, why=why, what=what, exit_code=exit_code)
+    return SimpleNamespace(bill=explainer.bill, measure=explainer.measure, why=why, what=what, exit_code=exit_code)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,19 @@ def priced(problem: Problem, step_s: float, usd_per_hour: float, power_w: float,
     )
 
 
+def unpriced(problem: Problem, plan: Plan) -> list[str]:
+    """Types of devices that the plan uses and of which neither the cluster nor the catalogue says a price."""
+    groups = [group for region in problem.cluster.regions for group in region.node_groups]
+    pools = [problem.cluster.pools[p] for p in plan.devices_of_pools if groups[p].price_usd_per_hour is None]
+    return sorted({pool.device.name for pool in pools if pool.price_usd_per_hour == 0})
+
+
+def unpowered(problem: Problem, plan: Plan) -> list[str]:
+    """Types of devices that the plan uses and of which nobody says what they draw."""
+    pools = [problem.cluster.pools[p] for p in plan.devices_of_pools]
+    return sorted({pool.device.name for pool in pools if not pool.device.power_w})
+
+
 def egress_prices(problem: Problem) -> np.ndarray:
     """USD per 1e9 bytes that leave each region, shape (regions,)."""
     return np.array([region.egress_usd_per_gb for region in problem.cluster.regions])

@@ -1,6 +1,7 @@
 """Why this plan and not another, as plain data and in words.
 
-`answers` has the plan's `bill`, `why` (`polygon.planning.alternatives`) and `what` (`polygon.planning.what_ifs`).
+`answers` has the plan's `bill`, the `measure` that it was made for (of `polygon.planning.objectives.MEASURES`), `why`
+(`polygon.planning.alternatives`) and `what` (`polygon.planning.what_ifs`).
 """
 
 from __future__ import annotations
@@ -8,33 +9,59 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from polygon.cost.money import whole_run
+from polygon.cost.money import unpowered, unpriced, whole_run
 from polygon.domain.message import Message
 from polygon.formats.convert import runtime_data
 from polygon.messages.report import describe_run, describe_runtime, seconds, table, written_out
 
-FASTER = 0.995
-"""An alternative below this part of the plan's step is called faster."""
+BETTER = 0.995
+"""An alternative with less than this part of what was to be least is called better."""
+
+OF_MEASURE = {"time": "step", "money": "cost", "energy": "energy"}
+"""In words."""
+
+UNSAID = {"money": unpriced, "energy": unpowered}
+"""Of what is measured: devices that count as nothing, because nobody said what they cost or draw."""
 
 
-def faster(answers: Any) -> Any:
-    """The fastest alternative if it is faster than the plan, else None."""
-    possible = [a for a in (*answers.why.alternatives, *answers.why.different) if a.bill is not None]
-    best = min(possible, key=lambda a: a.bill.step_s, default=None)
-    return best if best is not None and best.bill.step_s < FASTER * answers.bill.step_s else None
+def unsaid(problem: Any, plan: Any, measure: Any) -> list[str]:
+    """Devices of a plan that count as nothing in what is measured; a plan with none of them has the whole of it."""
+    return UNSAID[measure.name](problem, plan) if measure.name in UNSAID and plan is not None else []
 
 
-def explanation_data(plan: Any, answers: Any, tokens: float | None = None) -> dict[str, Any]:
-    """Everything as plain data: `answers` has the plan's `bill`, `why` and `what`."""
+def better(problem: Any, answers: Any) -> Any:
+    """The best alternative if it is better than the plan in what that was made for, else None."""
+    value, every = answers.measure.value, (*answers.why.alternatives, *answers.why.different)
+    possible = [a for a in every if a.bill is not None and not unsaid(problem, a.plan, answers.measure)]
+    best = min(possible, key=lambda a: value(a.bill), default=None)
+    return best if best is not None and value(best.bill) < BETTER * value(answers.bill) else None
+
+
+def worse_by(problem: Any, plan: Any, answers: Any, alternative: Any) -> float | None:
+    """How much more an alternative takes of what the plan was made for, as a part; None where nobody knows, or where it
+    cannot be run."""
+    if alternative.bill is None or any(unsaid(problem, x, answers.measure) for x in (plan, alternative.plan)):
+        return None
+    own = answers.measure.value(answers.bill)
+    return float(answers.measure.value(alternative.bill) / own - 1) if own else None
+
+
+def explanation_data(problem: Any, plan: Any, answers: Any, tokens: float | None = None) -> dict[str, Any]:
+    """Everything as plain data, `worse_by` in what the plan was made for."""
+    every = (*answers.why.alternatives, *answers.why.different)
 
     def row(alternative: Any) -> dict[str, Any]:
         bill = alternative.bill
         costs = {} if bill is None else {"step_s": bill.step_s, "usd": bill.usd, "energy_j": bill.energy_j}
         part = None if bill is None else bill.step_s / answers.bill.step_s - 1
         result = {"idea": alternative.idea, "naive": alternative.naive, "possible": bill is not None}
-        return {**result, **costs, "slower_by": part, "reason": alternative.reason}
+        worse = worse_by(problem, plan, answers, alternative)
+        return {**result, **costs, "slower_by": part, "worse_by": worse, "reason": alternative.reason}
 
+    plans = (plan, *(alternative.plan for alternative in every))
     data = {
+        "objective": answers.measure.name,
+        "unsaid": sorted({name for other in plans for name in unsaid(problem, other, answers.measure)}),
         "step_s": answers.bill.step_s,
         "usd": answers.bill.usd,
         "energy_j": answers.bill.energy_j,
@@ -70,9 +97,10 @@ def describe_explanation(problem: Any, plan: Any, answers: Any, tokens: float | 
             idea, variant = idea["idea"], str(idea["variant"])
         if bill is None:
             return [str(idea), "no", "", str(alternative.reason)]
-        return [str(idea), f"{bill.step_s / base.step_s - 1:+.1%}", written_out(bill.usd, 3), variant]
+        worse = worse_by(problem, plan, answers, alternative)
+        return [str(idea), "unknown" if worse is None else f"{worse:+.1%}", written_out(bill.usd, 3), variant]
 
-    header = ["step", "USD", "at best, or why not"]
+    header = [OF_MEASURE[answers.measure.name], "USD", "at best, or why not"]
     for title, naive in (("naive plans", True), ("rejected ideas", False)):
         rows = [cells(a) for a in answers.why.alternatives if a.naive == naive]
         if rows:
@@ -82,12 +110,13 @@ def describe_explanation(problem: Any, plan: Any, answers: Any, tokens: float | 
         lines += ["", table(["clearly different plans", *header[:2]], rows)]
     if answers.what.rows:
         lines += ["", *_what_if(answers)]
-    better = faster(answers)
-    if better is not None:
-        part = 1 - better.bill.step_s / base.step_s
+    found = better(problem, answers)
+    if found is not None:
+        part = 1 - answers.measure.value(found.bill) / answers.measure.value(base)
+        what = OF_MEASURE[answers.measure.name]
         lines += [
             "",
-            f"A faster plan was met on the way ({better.idea}: {part:.1%} less): search longer, or use --better.",
+            f"A better plan was met on the way ({found.idea}: {part:.1%} less {what}): search longer, or use --better.",
         ]
     return "\n".join(lines)
 
@@ -101,7 +130,9 @@ def _what_if(answers: Any) -> list[str]:
     without = [str(s.text) for s in best_first if s not in felt]
     if without:
         lines.append(f"No change by: {', '.join(without)}.")
+    if rows:
+        lines.append("Replanned is by a short search: a longer one may save more.")
     searched_s = answers.what.baseline_s
-    if searched_s < FASTER * answers.bill.step_s:
+    if searched_s < BETTER * answers.bill.step_s:
         lines.append(f"Replanned is held against {seconds(searched_s)}, what the same search finds without any change.")
     return lines

@@ -1,7 +1,8 @@
 """Why this plan: clearly different plans, ideas that were rejected and what they cost, naive plans.
 
 Every idea becomes a plan that goes through the same estimate and the same checker as the plan itself; what cannot be
-run says why. Ideas are worked out with short searches, so a longer search might make one of them better.
+run says why. Ideas are worked out with short searches, so a longer search might make one of them better. Of the plans
+of an idea that is taken which is best in what the plan was made for: time, money or energy.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ from polygon.planning.nearby import (
     Outcome,
     allocation_of,
     best_of,
+    better_of,
     checked,
-    faster_of,
     search_around,
     with_idle,
 )
+from polygon.planning.objectives import ENERGY, MEASURES, STEP_TIME, Objective
 from polygon.planning.polish import fitted, with_wide_spans
 from polygon.planning.search_engine import Effort, find_plan
 
 SHORT = Effort(fluid_evaluations=1_000, exact_evaluations=20, patience=400)
 """Of the search behind an idea."""
+
+WATT_HOUR_J = 3600
 
 MOST_REGIONS = 8
 """Regions that are tried alone and left out, those with most compute first."""
@@ -85,7 +89,7 @@ class Explanation:
 
     alternatives: tuple[Alternative, ...]
     different: tuple[Alternative, ...]
-    """The best plans that use other regions or another number of stages, fastest first."""
+    """The best plans that use other regions or another number of stages, best first."""
     left_out: tuple[Message, ...]
     """Ideas for which there was no time."""
 
@@ -93,11 +97,20 @@ class Explanation:
 class Explainer:
     """Works out alternatives to one plan of a problem."""
 
-    def __init__(self, problem: Problem, plan: Plan, tables: CostTables | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        tables: CostTables | None = None,
+        *,
+        objective: Objective = STEP_TIME,
+        seed: int = 0,
+    ) -> None:
         self.problem = problem
         self.plan = plan
+        self.measure = MEASURES[objective.name]
         self.tables = tables or CostTables(problem)
-        self.decoder = Decoder(problem, tables=self.tables)
+        self.decoder = Decoder(problem, tables=self.tables, objective=self.measure)
         self.bill = self.decoder.bill(plan)
         self.naive = NaivePlans(self.decoder)
         self.seed = seed
@@ -219,7 +232,7 @@ class Explainer:
     def _data_parallel(self) -> Outcome:
         """All devices in one stage: shares by speed, or equal ones."""
         by_speed = self._best((x for size in self._sizes() for x in self._one_stage(size)), self._on_all)
-        return faster_of(by_speed, self.naive.best("one stage", lambda row: row["pp"] == 1))
+        return self._better_of(by_speed, self.naive.best("one stage", lambda row: row["pp"] == 1))
 
     def _whole_nodes(self, widest: int) -> Outcome:
         """A worker a node: nodes of any widths with shares by speed, or equal ones with equal shares."""
@@ -227,7 +240,7 @@ class Explainer:
         if max(tp for _, tp in self.decoder.classes) == 1:  # the program, or the model, has no tensor parallelism
             return equal
         nodes = (x for size in self._sizes() for x in islice(self._one_stage(size, from_widest=True), 1))
-        return faster_of(self._best(nodes, self._on_all), equal)
+        return self._better_of(self._best(nodes, self._on_all), equal)
 
     def _on_all(self, plan: Plan, x: Allocation) -> bool:
         """Whether a plan is on all devices of its allocation."""
@@ -243,9 +256,9 @@ class Explainer:
 
     def _uniform(self, widest: int) -> Outcome:
         """Any uniform split: those of the narrower ideas are among them."""
-        best = faster_of(self.naive.best("any", lambda row: True), self._pipeline())
+        best = self._better_of(self.naive.best("any", lambda row: True), self._pipeline())
         equal = len(self.problem.cluster.pools) == 1
-        return faster_of(best, self._data_parallel() if equal else self._whole_nodes(widest))
+        return self._better_of(best, self._data_parallel() if equal else self._whole_nodes(widest))
 
     def _columns(self, tp: int) -> dict[int, int]:
         """For every pool its class of the largest degree up to `tp`."""
@@ -309,7 +322,7 @@ class Explainer:
             if math.isfinite(self.decoder.fluid_s(x)[0]):
                 outcome = checked(self.problem, self.decoder.decode(x), self.tables, self.decoder)
                 if outcome.bill is not None:
-                    outcomes.append((outcome.bill.step_s, len(outcomes), outcome))
+                    outcomes.append((self.measure.value(outcome.bill), len(outcomes), outcome))
             if len(outcomes) == 15:
                 break
         if not outcomes:
@@ -334,7 +347,10 @@ class Explainer:
     def _best(
         self, allocations: Iterable[Allocation], wanted: Callable[[Plan, Allocation], bool] = lambda plan, x: True
     ) -> Outcome:
-        return best_of(self.decoder, list(allocations), tries=5, wanted=wanted)
+        return best_of(self.decoder, list(allocations), tries=5, wanted=wanted, measure=self.measure)
+
+    def _better_of(self, a: Outcome, b: Outcome) -> Outcome:
+        return better_of(a, b, self.measure)
 
     def _stacked(self, rows: Sequence[np.ndarray]) -> Allocation:
         workers = np.zeros_like(self.allocation.workers)
@@ -354,7 +370,7 @@ class Explainer:
         """Two neighbours as one, and a short search among plans with at most as many stages."""
         merged = [self._stacked([*rows[:s], rows[s] + rows[s + 1], *rows[s + 2 :]]) for s in range(len(rows) - 1)]
         fewer = replace(self.problem, constraints=replace(self.problem.constraints, most_stages=len(rows) - 1))
-        decoder = Decoder(fewer, tables=self.tables.for_problem(fewer))
+        decoder = Decoder(fewer, tables=self.tables.for_problem(fewer), objective=self.measure)
         starts = sorted((carried_over(x, self.decoder, decoder) for x in merged), key=lambda x: decoder.fluid_s(x)[0])
         return search_around(decoder, starts[:3], evaluations=6, seed=self.seed)
 
@@ -394,15 +410,16 @@ class Explainer:
     def _with_parity(self, level: str) -> Outcome:
         """The plan's allocation under another level of parity: what it would save, and that it is not allowed."""
         problem = at_parity(self.problem, level)
-        decoder = Decoder(problem, tables=self.tables.for_problem(problem))
-        outcome = best_of(decoder, [carried_over(self.allocation, self.decoder, decoder)])
+        decoder = Decoder(problem, tables=self.tables.for_problem(problem), objective=self.measure)
+        outcome = best_of(decoder, [carried_over(self.allocation, self.decoder, decoder)], measure=self.measure)
         if outcome.bill is None or outcome.plan is None:
             return Outcome(reason=outcome.reason)
-        saved = outcome.bill.step_s - self.bill.step_s
+        more = self.measure.value(outcome.bill) - self.measure.value(self.bill)
+        said = Message(f"more.{self.measure.name}", value=more / WATT_HOUR_J if self.measure is ENERGY else more)
         at, steps = self.problem.constraints.parity, outcome.plan.local_steps
         if steps > 1:
-            return Outcome(reason=Message("reason.local_steps_at_parity", level=at, more_s=saved, local_steps=steps))
-        return Outcome(reason=Message("reason.at_parity", level=at, more_s=saved))
+            return Outcome(reason=Message("reason.local_steps_at_parity", level=at, more=said, local_steps=steps))
+        return Outcome(reason=Message("reason.at_parity", level=at, more=said))
 
     def _changed(self, **fields: object) -> Callable[[], Outcome]:
         changed = replace(self.plan, **fields)  # type: ignore[arg-type]
@@ -423,7 +440,7 @@ class Explainer:
                         plan = fitted(with_wide_spans(plan), self.tables) or plan
                     outcome = checked(self.problem, plan, self.tables, self.decoder)
                     reason = reason or outcome.reason
-                    best = faster_of(best, outcome)
+                    best = self._better_of(best, outcome)
             return best if best.bill is not None or reason is None else Outcome(reason=reason)
 
         return work
@@ -435,11 +452,11 @@ class Explainer:
             constraints: Constraints = replace(self.problem.constraints, **limits)  # type: ignore[arg-type]
             narrower = replace(self.problem, constraints=constraints)
             tables = self.tables.for_problem(narrower)
-            decoder = Decoder(narrower, tables=tables)
+            decoder = Decoder(narrower, tables=tables, objective=self.measure)
             known = [carried_over(self.allocation, self.decoder, decoder)] if decoder.classes else []
             known = [x for x in known if x.workers.any()]
             rng = np.random.default_rng(self.seed)
-            found = find_plan(narrower, rng, effort=SHORT, tables=tables, known=known)
+            found = find_plan(narrower, rng, effort=SHORT, tables=tables, objective=self.measure, known=known)
             if found.plan is None:
                 return Outcome(reason=found.reason)
             return checked(self.problem, found.plan, self.tables, self.decoder)
@@ -451,18 +468,20 @@ class Explainer:
     def different_plans(self, count: int, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
         """The best plans that differ in regions or number of stages, from a short search and from other ideas."""
         rng = np.random.default_rng(self.seed)
-        found = find_plan(self.problem, rng, effort=SHORT, tables=self.tables, known=[self.allocation])
+        found = find_plan(
+            self.problem, rng, effort=SHORT, tables=self.tables, objective=self.measure, known=[self.allocation]
+        )
         seen = {self.structure(self.plan)}
         candidates: list[tuple[float, int, Alternative]] = []
         for bill, x in found.bills[:200]:
             plan = self.decoder.decode(x, relax=False)
             if isinstance(plan, Plan) and self.structure(plan) not in seen:
                 seen.add(self.structure(plan))
-                candidates.append((bill.step_s, len(candidates), self._described(plan)))
+                candidates.append((self.measure.value(bill), len(candidates), self._described(plan)))
         for other in others:
             if other.plan is not None:
                 assert other.bill is not None
-                candidates.append((other.bill.step_s, len(candidates), self._described(other.plan)))
+                candidates.append((self.measure.value(other.bill), len(candidates), self._described(other.plan)))
         best: dict[object, Alternative] = {}
         for _, _, alternative in sorted(candidates, key=lambda entry: entry[:2]):
             assert alternative.plan is not None

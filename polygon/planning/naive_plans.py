@@ -81,6 +81,7 @@ class NaivePlans:
         return self._known[idea]
 
     def _best(self, wanted: Callable[[Row], bool]) -> Outcome:
+        measure = self.decoder.objective.value
         reason: Message | None = None
         drafts: list[tuple[float, int, Plan]] = []
         for plan in islice(self._likely(wanted), TRIES):
@@ -88,19 +89,19 @@ class NaivePlans:
             if outcome.bill is None:
                 reason = reason or outcome.reason
             else:
-                drafts.append((outcome.bill.step_s, len(drafts), plan))
+                drafts.append((measure(outcome.bill), len(drafts), plan))
         settled = []
-        for step_s, i, draft in drafts:
+        for value, i, draft in drafts:
             # Before they are compared: with unlike numbers of stages plans send unlike amounts, which packing shrinks.
             outcome = checked(self.problem, self.decoder.settled(draft), self.tables, self.decoder)
-            if outcome.bill is None or outcome.bill.step_s > step_s:
+            if outcome.bill is None or measure(outcome.bill) > value:
                 outcome = checked(self.problem, draft, self.tables, self.decoder)
-            settled.append(((outcome.bill or self.decoder.bill(draft)).step_s, i, outcome))
+            settled.append((measure(outcome.bill or self.decoder.bill(draft)), i, outcome))
         best = sorted(settled, key=lambda entry: entry[:2])[:FINALISTS]
         finalists = [polished_outcome(self.decoder, outcome) for _, _, outcome in best]
         if not finalists:
             return Outcome(reason=reason or self._why_none(wanted))
-        return min(finalists, key=lambda outcome: outcome.bill.step_s if outcome.bill else math.inf)
+        return min(finalists, key=lambda outcome: measure(outcome.bill) if outcome.bill else math.inf)
 
     def _why_none(self, wanted: Callable[[Row], bool]) -> Message:
         """Why there is no plan that breaks no rule."""

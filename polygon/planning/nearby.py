@@ -97,11 +97,11 @@ def checked(problem: Problem, plan: Plan | Infeasible, tables: CostTables, decod
     return Outcome(plan=plan, bill=decoder.bill(plan))
 
 
-def faster_of(a: Outcome, b: Outcome) -> Outcome:
-    """The outcome whose step is shorter; one that can be run before one that cannot."""
+def better_of(a: Outcome, b: Outcome, measure: Objective = STEP_TIME) -> Outcome:
+    """The outcome with less of a measure; one that can be run before one that cannot."""
     if b.bill is None:
         return a
-    return b if a.bill is None or b.bill.step_s < a.bill.step_s else a
+    return b if a.bill is None or measure.value(b.bill) < measure.value(a.bill) else a
 
 
 def best_of(

@@ -24,6 +24,7 @@ from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
 from polygon.planning.decode import Allocation, Decoder, carried_over
 from polygon.planning.nearby import allocation_of, best_starts, fresh_starts, search_around
+from polygon.planning.objectives import MEASURES, STEP_TIME, Objective
 
 GBPS = 1e9 / 8
 AFRESH = 2
@@ -46,14 +47,14 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sensitivity:
-    """What a change brings; parts are of the step time, negative is faster."""
+    """What a change brings; parts are of the step time, or of what else the plan was made for, negative is better."""
 
     text: Message
     same_plan: float
     replanned: float
-    """At least as much faster as the same plan."""
+    """At least as much better as the same plan."""
     step_s: float
-    """Shortest step that is known with the change."""
+    """Of the best plan that is known with the change."""
     usd_per_hour: float
     """By how much an hour of training at the old speed would cost less (> 0) or more with the change, replanned."""
 
@@ -174,6 +175,7 @@ def sensitivities(
     *,
     tables: CostTables | None = None,
     changes: list[Change] | None = None,
+    objective: Objective = STEP_TIME,
     more_gbps: float = 1.0,
     evaluations: int = 10,
     seed: int = 0,
@@ -186,15 +188,17 @@ def sensitivities(
     ----------
     changes : list of Change, optional
         By default `usual_changes` with `more_gbps`.
+    objective : Objective, optional
+        What the plan was made for: what is searched for, and of which the parts are.
     evaluations : int
         Exact evaluations of each short search.
     """
     tables = tables or CostTables(problem)
-    times = step_times(plan, tables)
-    moved, reduced = traffic_bytes(problem, plan, times)
+    measure = MEASURES[objective.name]
     if changes is None:
+        moved, reduced = traffic_bytes(problem, plan, step_times(plan, tables))
         changes = usual_changes(problem, moved + reduced, more_gbps=more_gbps)
-    decoder = Decoder(problem, tables=tables)
+    decoder = Decoder(problem, tables=tables, objective=measure)
     own = allocation_of(decoder, plan)
     plain = carried_over(own, decoder, decoder)
     afresh = best_starts(decoder, fresh_starts(decoder, plain), AFRESH)
@@ -202,7 +206,7 @@ def sensitivities(
     start = base.allocation or own
     known = [plan, *([base.plan] if base.plan else [])]
     known_bills = [decoder.bill(x) for x in known]
-    base_bill = _fastest(known_bills)
+    base_bill = _best(known_bills, measure)
     rows: list[Sensitivity] = []
     for i, change in enumerate(changes):
         if seconds_left() <= 0:
@@ -211,22 +215,22 @@ def sensitivities(
         changed = replace(problem, cluster=change.cluster)
         if change.parity is not None:
             changed = at_parity(changed, change.parity)
-        other = Decoder(changed, tables=tables.for_problem(changed))
+        other = Decoder(changed, tables=tables.for_problem(changed), objective=measure)
         kept = [other.bill(x) for x in known] if change.keeps_devices else []
-        same = kept[0].step_s / times.step_s - 1 if kept else 0.0
+        same = _part(kept[0], known_bills[0], measure) if kept else 0.0
         starts = [carried_over(x, decoder, other) for x in {id(x): x for x in (start, own)}.values()]
         starts += _employed(other, starts[0], change)
         starts += best_starts(other, fresh_starts(other, starts[0]), AFRESH)
         found = search_around(other, starts, evaluations=evaluations, seed=seed)
-        bill = _fastest([base_bill, *kept, *([found.bill] if found.bill else [])])
+        bill = _best([base_bill, *kept, *([found.bill] if found.bill else [])], measure)
         before, after = base_bill, bill
-        if kept and same < bill.step_s / base_bill.step_s - 1:
+        if kept and same < _part(bill, base_bill, measure):
             before, after = known_bills[0], kept[0]
         rows.append(
             Sensitivity(
                 text=change.text,
                 same_plan=same,
-                replanned=after.step_s / before.step_s - 1,
+                replanned=_part(after, before, measure),
                 step_s=bill.step_s,
                 usd_per_hour=_saved(before, after),
             )
@@ -234,8 +238,13 @@ def sensitivities(
     return Sensitivities(rows=tuple(rows), baseline_s=base_bill.step_s, left_out=len(changes) - len(rows))
 
 
-def _fastest(bills: Sequence[Bill]) -> Bill:
-    return min(bills, key=lambda bill: bill.step_s)
+def _best(bills: Sequence[Bill], measure: Objective) -> Bill:
+    return min(bills, key=measure.value)
+
+
+def _part(after: Bill, before: Bill, measure: Objective) -> float:
+    """How much more of a measure the one has, as a part of the other; 0 where that has none."""
+    return measure.value(after) / measure.value(before) - 1 if measure.value(before) else 0.0
 
 
 def _saved(before: Bill, after: Bill) -> float:

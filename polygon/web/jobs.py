@@ -14,6 +14,7 @@ from typing import Any
 from polygon.api import planner, plans
 from polygon.api.choices import Objective
 from polygon.api.front import why_none
+from polygon.cost.money import unpriced
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError, PolygonError, located
 from polygon.domain.message import Message
@@ -28,11 +29,11 @@ from polygon.messages.report import seconds, valued
 from polygon.planning.alternatives import Explainer
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.frontier import FrontPoint, find_front
+from polygon.planning.objectives import objective_named
 from polygon.planning.rounds import cores
 from polygon.planning.search_engine import Effort
 from polygon.planning.what_ifs import sensitivities
 from polygon.web.store import Store, StoredJob
-from polygon.web.views import unpriced
 
 log = logging.getLogger(__name__)
 
@@ -276,14 +277,18 @@ class Jobs:
             if not progress.stop.is_set():
                 progress.tell(what, part)
 
-        explainer = Explainer(problem, plan, tables)
+        row = self.store.get(request["explain"])
+        objective = objective_named(row.request.get("objective", "time") if row is not None else "time")
+        explainer = Explainer(problem, plan, tables, objective=objective)
         why = explainer.explain(seconds_left=left(0.5), tell=lambda idea, part: tell(idea, part / 2))
         what = sensitivities(
-            problem, plan, tables=tables, seconds_left=left(1.0), tell=lambda change, part: tell(change, 0.5 + part / 2)
-        )
+            problem, plan, tables=tables, objective=objective, seconds_left=left(1.0),
+            tell=lambda change, part: tell(change, 0.5 + part / 2),
+        )  # fmt: skip
         if self._closing.is_set():
             return
-        data = explanation_data(plan, SimpleNamespace(bill=explainer.bill, why=why, what=what))
+        answers = SimpleNamespace(bill=explainer.bill, measure=explainer.measure, why=why, what=what)
+        data = explanation_data(problem, plan, answers)
         self.store.finish(job, "cancelled" if progress.stop.is_set() else "done", result=format_json(data))
 
 

@@ -185,6 +185,8 @@ class View(TypedDict):
     """Of messages between nodes of a region."""
     unpriced: list[str]
     """Devices that it uses of which nobody said a price: they count as free."""
+    unpowered: list[str]
+    """The same of what they draw, which counts as nothing."""
     devices: dict[str, int]
     hosts: list[UsedNodes]
     regions: list[dict[str, Any]]

@@ -19,6 +19,7 @@ import numpy as np
 
 from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.estimate import Estimate, estimate
+from polygon.cost.money import unpowered, unpriced
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
 from polygon.domain.runnable import RUNNABLE
@@ -26,7 +27,7 @@ from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import simple_starts
 from polygon.planning.nearby import allocation_of
 from polygon.planning.uniform_plans import find_uniform
-from polygon.web.views import front, unpriced
+from polygon.web.views import front
 
 MOST_POINTS = 16
 MOST_DECODED = 3
@@ -64,9 +65,9 @@ def compare(problem: Problem, plan: Plan, tables: CostTables) -> dict[str, Any]:
 
 
 def _takes(problem: Problem, plan: Plan, result: Estimate) -> dict[str, Any]:
-    """What a step of a plan takes, and the devices that cost nothing because nobody said a price."""
+    """What a step of a plan takes, and the devices that cost or draw nothing because nobody said what they do."""
     return {"step_s": result.step_s, "usd_per_step": result.cost_usd, "energy_j": result.energy_j,
-            "unpriced": unpriced(problem, plan)}  # fmt: skip
+            "unpriced": unpriced(problem, plan), "unpowered": unpowered(problem, plan)}  # fmt: skip
 
 
 def _axes(result: Estimate, bound_s: float, most_bytes: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ import numpy as np
 from polygon.bounds.gap import bound_data
 from polygon.cost.convergence import assumptions, packings_inside
 from polygon.cost.estimate import Estimate
+from polygon.cost.money import unpowered, unpriced
 from polygon.cost.step_times import StepTimes
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
@@ -56,6 +57,7 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "assumptions": assumptions(problem, plan),
         "packings_inside": packings_inside(problem, plan),
         "unpriced": _of_workers(priced, unpriced),
+        "unpowered": _of_workers(priced, unpowered),
         "devices": {"used": plan.world_size, "all": problem.cluster.devices},
         "hosts": _of_workers(priced, _hosts),
         "regions": _of_workers(priced, _regions),
@@ -87,13 +89,6 @@ def _hosts(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
         {"region": regions[pools[p].region].name, "device": pools[p].device.name, "nodes": count}
         for p, count in sorted(counts.items())
     ]
-
-
-def unpriced(problem: Problem, plan: Plan) -> list[str]:
-    """Types of devices that the plan uses and of which neither the cluster nor the catalogue says a price."""
-    groups = [group for region in problem.cluster.regions for group in region.node_groups]
-    pools = [problem.cluster.pools[p] for p in plan.devices_of_pools if groups[p].price_usd_per_hour is None]
-    return sorted({pool.device.name for pool in pools if pool.price_usd_per_hour == 0})
 
 
 def _regions(problem: Problem, plan: Plan) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Alternatives that can be run can be run; what a plan does not use is worth nothing to it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,14 +20,17 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Problem
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import files
+from polygon.messages.explanation import better, describe_explanation, explanation_data
 from polygon.planning import alternatives
-from polygon.planning.alternatives import Explainer
+from polygon.planning.alternatives import Alternative, Explainer, Explanation
 from polygon.planning.checker import violations
 from polygon.planning.decode import Decoder
 from polygon.planning.nearby import allocation_of
+from polygon.planning.objectives import ENERGY, STEP_TIME
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.what_ifs import (
     Change,
+    Sensitivities,
     faster_link,
     link_changes,
     more_memory,
@@ -194,6 +198,62 @@ def test_a_second_node_is_found_useful():
     assert row.replanned < -0.3
 
 
+def test_a_plan_for_least_energy_is_held_against_others_in_energy():
+    """Its ideas are the best in that, and no worse than the same ideas worked out for time; those for time are no
+    slower. Data and words say energy; devices of unknown power have no part of it."""
+    problem = problem_of(([("a100-40gb", 1, 4)], [("t4", 2, 2)]), 1e9)
+    plan = plan_for(problem)
+    kinds = ("idea.only_device", "idea.random")
+    found = {}
+    for objective in (ENERGY, STEP_TIME):
+        explainer = Explainer(problem, plan, objective=objective)
+        works = [(idea, work) for idea, _, work in explainer.ideas() if idea.kind in kinds]
+        found[objective.name] = {str(idea): outcome.bill for idea, work in works if (outcome := work()).bill}
+    assert found["energy"] and found["energy"].keys() == found["time"].keys()
+    for idea, bill in found["energy"].items():
+        assert bill.energy_j <= found["time"][idea].energy_j * 1.0001
+        assert bill.step_s >= found["time"][idea].step_s * 0.9999
+    assert any(bill.energy_j < found["time"][idea].energy_j * 0.99 for idea, bill in found["energy"].items())
+
+
+def test_parts_of_what_better_clusters_bring_are_of_what_the_plan_was_made_for():
+    """Another node of a frugal device saves energy, whatever it does to the step; where nobody said what devices draw
+    there are no parts of it."""
+    problem = problem_of(([("t4", 1, 2)],))
+    plan = plan_for(problem)
+    cluster = problem.cluster
+    frugal = replace(cluster.catalogue["t4"], power_w=cluster.catalogue["t4"].power_w / 2)
+    change = Change(text="frugal", cluster=replace(cluster, catalogue=cluster.catalogue | {"t4": frugal}))
+    (row,) = sensitivities(problem, plan, changes=[change], objective=ENERGY, evaluations=2).rows
+    assert row.same_plan == pytest.approx(-0.5) and row.replanned <= -0.5 + 1e-9
+    (row,) = sensitivities(problem, plan, changes=[change], evaluations=2).rows
+    assert row.same_plan == 0
+
+
+def test_no_alternative_of_unknown_power_is_said_to_take_less():
+    """Its part is unknown, and its devices are named; of those that are known the parts are of energy."""
+    problem = problem_of(([("t4", 1, 2)], [("a100-40gb", 1, 2)]), 1e9)
+    silent = replace(problem.cluster.catalogue["a100-40gb"], power_w=0.0)
+    cluster = replace(problem.cluster, catalogue=problem.cluster.catalogue | {"a100-40gb": silent})
+    problem = replace(problem, cluster=cluster)
+    decoder = Decoder(problem)
+    alone = lambda name: plan_for(replace(problem, constraints=replace(problem.constraints, forbidden_devices=(name,))))  # noqa: E731
+    t4, a100 = alone("a100-40gb"), alone("t4")
+    answers = SimpleNamespace(bill=decoder.bill(t4), measure=ENERGY, why=None, what=None)
+    idea = Message("idea.pipeline")
+    silent = Alternative(idea=idea, naive=True, bill=decoder.bill(a100), plan=a100)
+    twice = Alternative(idea=idea, naive=True, bill=replace(answers.bill, energy_j=2 * answers.bill.energy_j), plan=t4)
+    answers.why = Explanation(alternatives=(silent, twice), different=(), left_out=())
+    answers.what = Sensitivities(rows=(), baseline_s=1.0, left_out=0)
+    assert better(problem, answers) is None
+    data = explanation_data(problem, t4, answers)
+    assert [row["worse_by"] for row in data["alternatives"]] == [None, pytest.approx(1.0)]
+    assert data["unsaid"] == ["a100-40gb"] and data["objective"] == "energy"
+    head, *rows = describe_explanation(problem, t4, answers, None).split("\n\n")[1].splitlines()
+    assert head.split()[2] == "energy"
+    assert ["unknown" in row for row in rows] == [True, False] and "+100.0%" in rows[1]
+
+
 def test_changes_change_what_they_say():
     """Bandwidth both ways, nodes, memory; the rest stays, and the usual changes ask about all of them."""
     cluster = WIDE.cluster
@@ -231,3 +291,4 @@ def test_command_answers_in_words_and_in_json(tmp_path, capsys, wide_plan):
     assert len(data["sensitivities"]) == 2
     assert data["run"]["steps"] == int(np.ceil(1e9 / (32 * 512)))
     assert all(row["possible"] or row["reason"] for row in data["alternatives"])
+    assert all(row["worse_by"] == row["slower_by"] for row in data["alternatives"]) and not data["unsaid"]

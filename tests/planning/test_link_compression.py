@@ -268,7 +268,7 @@ def test_the_search_answers_the_tolerance_and_says_what_it_assumes():
     assert ideas[Message("idea.no_local_steps")].bill.step_s > known.value_s
     rejected = {a.idea: a for a in Explainer(problem, safe.plan).explain(count=0).alternatives}
     reason = rejected[Message("idea.parity", level="known")].reason
-    assert reason.kind == "reason.at_parity" and reason["level"] == "safe" and reason["more_s"] <= 0
+    assert reason.kind == "reason.at_parity" and reason["level"] == "safe" and reason["more"]["value"] <= 0
     changes = [c for c in usual_changes(problem, np.zeros((2, 2))) if c.parity]
     assert [c.parity for c in changes] == ["known", "any"]
     rows = sensitivities(problem, safe.plan, changes=changes[:1], evaluations=4).rows

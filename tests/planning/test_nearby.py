@@ -11,7 +11,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.planning import nearby
 from polygon.planning.decode import Allocation, Decoder, carried_over
-from polygon.planning.nearby import Outcome, best_of, best_starts, faster_of, fresh_starts, with_idle
+from polygon.planning.nearby import Outcome, best_of, best_starts, better_of, fresh_starts, with_idle
 from tests.linked_regions import cluster_of, small_gpt
 
 PROBLEM = Problem(
@@ -107,9 +107,9 @@ def test_the_shorter_step_is_better_and_any_is_better_than_none():
     """Of equal ones the first."""
     none = Outcome(reason=Message("reason.no_such_plan"))
     one, same, less = ended(2.0), ended(2.0), ended(1.0)
-    assert faster_of(one, less) is less and faster_of(less, one) is less
-    assert faster_of(one, same) is one
-    assert faster_of(none, one) is one and faster_of(one, none) is one and faster_of(none, none) is none
+    assert better_of(one, less) is less and better_of(less, one) is less
+    assert better_of(one, same) is one
+    assert better_of(none, one) is one and better_of(one, none) is one and better_of(none, none) is none
 
 
 def test_the_best_of_several_is_priced_exactly(decoder):
