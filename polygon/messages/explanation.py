@@ -12,7 +12,7 @@ from typing import Any
 from polygon.cost.money import unpowered, unpriced, whole_run
 from polygon.domain.message import Message
 from polygon.formats.convert import runtime_data
-from polygon.messages.report import describe_run, describe_runtime, seconds, table, written_out
+from polygon.messages.report import describe_run, describe_runtime, seconds, table, valued, written_out
 
 BETTER = 0.995
 """An alternative with less than this part of what was to be least is called better."""
@@ -71,6 +71,7 @@ def explanation_data(problem: Any, plan: Any, answers: Any, tokens: float | None
         "different_plans": [row(a) for a in answers.why.different],
         "sensitivities": [asdict(s) for s in answers.what.rows],
         "searched_step_s": answers.what.baseline_s,
+        "searched": answers.what.baseline,
         "left_out": [*answers.why.left_out],
         "changes_left_out": answers.what.left_out,
     }
@@ -132,7 +133,8 @@ def _what_if(answers: Any) -> list[str]:
         lines.append(f"No change by: {', '.join(without)}.")
     if rows:
         lines.append("Replanned is by a short search: a longer one may save more.")
-    searched_s = answers.what.baseline_s
-    if searched_s < BETTER * answers.bill.step_s:
-        lines.append(f"Replanned is held against {seconds(searched_s)}, what the same search finds without any change.")
+    searched, measure = answers.what.baseline, answers.measure
+    if searched < BETTER * measure.value(answers.bill):
+        against = valued(measure.name, searched)
+        lines.append(f"Replanned is held against {against}, what the same search finds without any change.")
     return lines

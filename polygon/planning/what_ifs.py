@@ -66,6 +66,8 @@ class Sensitivities:
     rows: tuple[Sensitivity, ...]
     baseline_s: float
     """Step after the short search on the cluster as it is."""
+    baseline: float
+    """The same plan in what was searched for: seconds, dollars or joules."""
     left_out: int
     """Changes for which there was no time."""
 
@@ -235,7 +237,12 @@ def sensitivities(
                 usd_per_hour=_saved(before, after),
             )
         )
-    return Sensitivities(rows=tuple(rows), baseline_s=base_bill.step_s, left_out=len(changes) - len(rows))
+    return Sensitivities(
+        rows=tuple(rows),
+        baseline_s=base_bill.step_s,
+        baseline=measure.value(base_bill),
+        left_out=len(changes) - len(rows),
+    )
 
 
 def _best(bills: Sequence[Bill], measure: Objective) -> Bill:

@@ -244,7 +244,7 @@ def test_no_alternative_of_unknown_power_is_said_to_take_less():
     silent = Alternative(idea=idea, naive=True, bill=decoder.bill(a100), plan=a100)
     twice = Alternative(idea=idea, naive=True, bill=replace(answers.bill, energy_j=2 * answers.bill.energy_j), plan=t4)
     answers.why = Explanation(alternatives=(silent, twice), different=(), left_out=())
-    answers.what = Sensitivities(rows=(), baseline_s=1.0, left_out=0)
+    answers.what = Sensitivities(rows=(), baseline_s=1.0, baseline=1.0, left_out=0)
     assert better(problem, answers) is None
     data = explanation_data(problem, t4, answers)
     assert [row["worse_by"] for row in data["alternatives"]] == [None, pytest.approx(1.0)]

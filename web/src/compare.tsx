@@ -73,14 +73,15 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
     return <>{text(value)}{i > 0 && <small class={good ? "delta good" : "delta soft"}>{other ? signed(value - base, text) : ""}</small>}</>;
   })];
   const e = (key: string) => (v: Data): number => v.estimate[key];
+  const named = (key: "unpriced" | "unpowered"): string[] => [...new Set(list.flatMap((x) => x.v[key] as string[]))].sort();
+  const unpriced = named("unpriced");
   // What nobody said the price of is no cheaper than the rest.
   const costs = (label: string, of: (v: Data) => number, better: Better): (JSX.Element | string)[] => {
-    const texts = list.map((x) => usdIfKnown(of(x.v), x.v.unpriced)), known = list.every((x, i) => texts[i] === usd(of(x.v)));
+    const texts = list.map((x) => usdIfKnown(of(x.v), x.v.unpriced)), known = !unpriced.length;
     return known ? line(label, of, usd, better) : [label, ...texts];
   };
   // Nor does it draw less of which nobody said what it draws.
-  const drawn = list.every((x) => x.v.estimate.energy_j > 0);
-  const unpriced = [...new Set(list.flatMap((x) => x.v.unpriced as string[]))];
+  const unpowered = named("unpowered"), drawn = !unpowered.length;
   const colors = [kindColors().F, kindColors().idle, kindColors().exposed, kindColors().reduce, kindColors().update];
   return (
     <>
@@ -99,6 +100,7 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
         line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
         line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energyIfKnown, drawn ? shorter : "", drawn)]} />
       {unpriced.length > 0 && <p class="soft">{t("noPrice", { devices: unpriced.join(", ") })}</p>}
+      {!drawn && <p class="soft">{t("noPower", { devices: unpowered.join(", ") })}</p>}
       <h3>{t("stages")}</h3>
       {list.map((x, i) => <ol class="mini-strip" key={x.id} aria-label={own(x)}>{x.v.stages.map((s: Data, k: number) => <li key={k} style={{ borderColor: palette()[i] }} title={s.workers.map((w: Data) => `${w.region}: ${w.workers} × ${w.tp} ${w.device}`).join("; ")}><b>{k}</b> {s.layers}<small>{[...new Set(s.workers.map((w: Data) => w.region))].join(", ")}</small></li>)}</ol>)}
       <Timelines list={list} most={most} name={name} />

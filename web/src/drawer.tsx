@@ -3,9 +3,9 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { call, get, patiently, post, type Data } from "./api";
-import { gbps, ms, percent, seconds, signed, usd } from "./format";
+import { energy, gbps, ms, percent, seconds, signed, usd } from "./format";
 import { changed, draft, isGuessedLink } from "./draft";
-import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WORTH } from "./summary";
+import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WithoutTried, WORTH } from "./summary";
 import { anew, assumed, attempt, follow, go, isUnderWay, limits, once, outcome, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
 import { focusSoon } from "./focus";
 import { t, type Key } from "./strings";
@@ -26,6 +26,7 @@ export function Drawer(): JSX.Element | null {
         <button type="button" role="tab" key={name} id={`drawer-${name}`} aria-selected={now === name} aria-controls="drawer-panel" tabIndex={now === name ? 0 : -1} onClick={() => (tab.value = name)}>{t(key)}</button>))}</div>
         <button type="button" class="small" aria-label={`${t("close")}: ${t("drawer")}`} onClick={close}>×</button></div>
       <div class="drawer-body" id="drawer-panel" role="tabpanel" tabIndex={0} aria-labelledby={`drawer-${now}`}>
+        {now !== "whatif" && <WithoutTried words="drawerWithout" />}
         {now === "limits" ? <Limits /> : now === "whatif" ? <WhatIf key={planId.value} /> : now === "whynot" ? <WhyNot key={planId.value} /> : <Assumed />}
       </div>
     </aside>
@@ -65,9 +66,10 @@ const EditIt = ({ region, what }: { region: string; what: string }): JSX.Element
 /** Whether a link that nobody gave is the one that a limit is of. */
 const isOf = (a: Data, l: Data): boolean => a !== undefined && l.quality === "rate" && (a.other ? l.kind === "pair" && [l.other, l.region].includes(a.other) : a.name.endsWith(`.${l.kind}`)) && [l.region, l.other].includes(a.region) && (a.other || l.kind === "intra_region" || a.device === l.device);
 
-/** What a value saves, and with which plan. */
+/** What a value saves, and with which plan: with this one exactly, with another at least. */
 function Saving({ value, part, plan = "withThisPlan" }: { value: string; part: number; plan?: Key }): JSX.Element {
-  return <div><dt>{value} <span class="soft">{t(plan)}</span></dt><dd class={part > WORTH ? "anew" : "soft"}>{part > 0 ? signed(-part, percent) : t("nothing")}</dd></div>;
+  const isFound = plan === "withAnotherPlan", saved = signed(-part, percent);
+  return <div><dt>{value} <span class="soft">{t(plan)}</span></dt><dd class={part > WORTH ? "anew" : "soft"}>{part > 0 ? (isFound ? t("orMore", { part: saved }) : saved) : t(isFound ? "foundNothing" : "nothing")}</dd></div>;
 }
 // More and more of one resource: a little with this plan, what is worth having, and then with another plan, which comes
 // after the rest. A plan found for less of it is one for more of it, too.
@@ -184,17 +186,22 @@ function WhyNot(): JSX.Element {
 }
 const felt = (a: Data): Data[] => a.sensitivities.filter((s: Data) => Math.min(s.same_plan, s.replanned) < -1e-4).sort((x: Data, y: Data) => x.replanned - y.replanned);
 function Ideas({ a }: { a: Data }): JSX.Element {
+  const of: "time" | "money" | "energy" = a.objective ?? "time"; // what the plan was made for; answers of before are of time
   const change = (part: number | null): string => (part === null ? "—" : signed(part, percent));
+  const takes = (r: Data): string => [...(of === "energy" && r.energy_j ? [energy(r.energy_j)] : []), seconds(r.step_s), ...(r.usd ? [t("perStep", { usd: usd(r.usd) })] : [])].join(" · ");
   const part = (title: string, rows: Data[]): JSX.Element | null => rows.length === 0 ? null : (
-    <><h3 tabIndex={-1}>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)}${r.usd ? ` · ${t("perStep", { usd: usd(r.usd) })}` : ""}. ` : ""}{r.reason}</small></li>)}</ul></>
+    <><h3 tabIndex={-1}>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.worse_by === undefined ? r.slower_by : r.worse_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${takes(r)}. ` : ""}{r.reason}</small></li>)}</ul></>
   );
+  const better = (s: Data): string => (s.replanned < 0 ? t("orMore", { part: change(s.replanned) }) : t("foundNothing"));
   return (
     <>
+      <p class="soft" id="ideas-of">{t(`shortSearches_${of}`)}</p>
+      {a.unsaid?.length > 0 && <p class="soft" id="ideas-unsaid">{t(of === "energy" ? "noPower" : "noPrice", { devices: a.unsaid.join(", ") })}</p>}
       {part(t("differentPlans"), a.different_plans)}
       {part(t("naiveIdeas"), a.alternatives.filter((r: Data) => r.naive))}
       {part(t("rejectedIdeas"), a.alternatives.filter((r: Data) => !r.naive))}
-      {felt(a).length > 0 && <><h3 tabIndex={-1}>{t("betterCluster")}</h3><ul class="ideas">{felt(a).map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth", { usd: signed(s.usd_per_hour, usd) })}</small></li>)}</ul></>}
-      <p class="soft">{t("searchedHint", { step: seconds(a.searched_step_s) })}</p>
+      {felt(a).length > 0 && <><h3 tabIndex={-1}>{t("betterCluster")}</h3><p class="soft">{t("searchedHint", { value: of === "energy" ? energy(a.searched) : of === "money" ? usd(a.searched) : seconds(a.searched_step_s) })}</p>
+        <ul class="ideas">{felt(a).map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{better(s)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)}{a.usd ? ` · ${t("worth", { usd: signed(s.usd_per_hour, usd) })}` : ""}</small></li>)}</ul></>}
     </>
   );
 }

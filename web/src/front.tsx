@@ -10,7 +10,7 @@ import { seconds } from "./format";
 import { attempt, follow, isUnderWay, loadJobs, once, openMade, outcome, requested, running, timeLeft, workNote } from "./state";
 import { StopJob } from "./stop";
 import { t } from "./strings";
-import { isPriceKnown, Unpriced, usdIfKnown } from "./summary";
+import { isPriceKnown, Unsaid, usdIfKnown } from "./summary";
 import { Empty, Section, Skeleton, Table } from "./ui";
 
 const KEY = "polygon-front";
@@ -77,7 +77,7 @@ function Points({ points, open }: { points: Data[]; open: (index: number) => voi
   return (
     <>
       {drawn.length > 0 && <Chart name="front" label={t("front")} height={320} option={option} onClick={(index) => open(drawn[index].i)} />}
-      <Unpriced devices={[...new Set<string>(points.flatMap((p) => p.unpriced ?? []))].sort()} />
+      <Unsaid devices={[...new Set<string>(points.flatMap((p) => p.unpriced ?? []))].sort()} />
       <Table label={t("front")} head={[t("step"), t("cost"), t("devices"), t("stagesCount"), ""]} numeric={[0, 1, 2, 3]} rows={points.map((p, i) => [seconds(p.step_s), usdIfKnown(p.usd, p.unpriced), p.devices, p.stages, <button type="button" class="small" aria-label={`${t("open")}: ${seconds(p.step_s)}, ${usdIfKnown(p.usd, p.unpriced)}`} onClick={() => open(i)}>{t("open")}</button>])} />
     </>
   );

@@ -7,7 +7,7 @@ import { ink, palette } from "./colors";
 import { bytes, digits, energy, ofMemory, percent, runs, seconds, signed, usd } from "./format";
 import { packings } from "./names";
 import { attempt, copyLink, planId, row, savePlan, shown } from "./state";
-import { aim, energyIfKnown, isApart, isPriceKnown, Unpriced, usdIfKnown, WithoutTried } from "./summary";
+import { aim, energyIfKnown, isApart, isPriceKnown, Unsaid, usdIfKnown, WithoutTried } from "./summary";
 import { maybe, programName, t } from "./strings";
 import { Answer, Section, Table, useAnswer } from "./ui";
 
@@ -72,10 +72,12 @@ function Alternatives({ data }: { data: Data }): JSX.Element {
   // Better in what the plan was made for, where that is known.
   const made = { money: "usd_per_step", "tokens-per-usd": "usd_per_step", energy: "energy_j" }[String(row.value?.objective)] ?? "step_s";
   const ofEnergy = made === "energy_j";
+  const unsaid = (a: Data): string[] => (ofEnergy ? a.unpowered : a.unpriced);
   const isKnown = (a: Data): boolean => (ofEnergy ? a.energy_j > 0 : isPriceKnown(a.usd_per_step, a.unpriced));
-  const better = data.alternatives.slice(1).filter((a: Data) => (made === "step_s" || isKnown(a)) && a[made] < own[made] * (1 - 1e-6)).sort((a: Data, b: Data) => a[made] - b[made])[0];
+  // What is partly unknown is not known to be less.
+  const better = data.alternatives.slice(1).filter((a: Data) => (made === "step_s" || !unsaid(a).length) && a[made] < own[made] * (1 - 1e-6)).sort((a: Data, b: Data) => a[made] - b[made])[0];
   const drawn: Data[] = data.points.filter(isKnown), isBest = (p: Data): boolean => (ofEnergy ? p.best_in_energy : p.best);
-  const unpriced = [...new Set<string>(data.points.flatMap((p: Data) => p.unpriced))].sort();
+  const unknown = [...new Set<string>(data.points.flatMap(unsaid))].sort();
   const radar = {
     tooltip: tooltip(), legend: { bottom: 0, textStyle: { color: colors.text, fontSize: 11 } },
     radar: { center: ["50%", "46%"], radius: "44%", indicator: AXES.map((a) => ({ name: maybe(`axis_${a}`), max: 1, min: 0 })), axisName: { color: colors.soft, fontSize: 11, formatter: (name: string) => name.replace(" ", "\n") }, splitArea: { show: false }, splitLine: { lineStyle: { color: colors.line } }, axisLine: { lineStyle: { color: colors.line } } },
@@ -91,8 +93,7 @@ function Alternatives({ data }: { data: Data }): JSX.Element {
     <>
       {better && <p class="error" id="better-met">{made === "step_s" ? t("fasterMet", { name: maybe(better.key), step: seconds(better.step_s) }) : ofEnergy ? t("lessEnergyMet", { name: maybe(better.key), energy: energy(better.energy_j) }) : t("cheaperMet", { name: maybe(better.key), usd: usd(better.usd_per_step) })}</p>}
       <div class="half-half"><Chart name="radar" label={t("radar")} height={300} option={radar} />{drawn.length > 0 && <Chart name="pareto" label={t(ofEnergy ? "paretoEnergy" : "pareto")} height={300} option={points} />}</div>
-      {!ofEnergy && <Unpriced devices={unpriced} />}
-      {ofEnergy && drawn.length < data.points.length && <p class="soft" id="undrawn">{t("noPower")}</p>}
+      <Unsaid devices={unknown} ofEnergy={ofEnergy} />
       <Table label={t("alternatives")} head={[t("alternatives"), t("step"), t("timeChange"), ...(ofEnergy ? [t("energyOnly")] : []), t("cost"), t("devices"), t("stagesCount")]} numeric={[1, 2, 3, 4, 5, 6]}
         rows={data.alternatives.map((a: Data) => [maybe(a.key), seconds(a.step_s), part(a, "step_s"), ...(ofEnergy ? [energyIfKnown(a.energy_j)] : []), usdIfKnown(a.usd_per_step, a.unpriced), a.devices, a.stages])} />
       <details class="more"><summary>{t("aboutAxes")}</summary><p class="soft">{t("axes")}</p><p class="soft">{t("others")}</p><p class="soft">{t("paretoHint")}</p></details>

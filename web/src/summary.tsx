@@ -142,10 +142,16 @@ export function Figures(): JSX.Element | null {
     <dl class="figures">
       <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
       <Figure name="perBillion" value={usdIfKnown(perBillion(e), v.unpriced)} before={v.unpriced.length && !f.cost_usd ? undefined : usd(perBillion(f))} note={v.unpriced.length ? t("noPrice", { devices: v.unpriced.join(", ") }) : t("perStep", { usd: usd(e.cost_usd) })} />
-      <Figure name="gap" value={gapText(e)} before={aim(f).gap === null || !isSame(aim(e).least, aim(f).least) ? undefined : gapText(f)} note={boundText(e)} />
+      <Figure name="gap" value={gapText(e)} before={aim(f).gap === null || !isSame(aim(e).least, aim(f).least) ? undefined : gapText(f)} note={boundNote(v)} />
       <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={isApart(v) ? t("ofCommunication", { part: percent(v.traffic.hidden) }) : t("longerFor")} />
     </dl>
   );
+}
+
+/** The bound; and which devices count as nothing in what the plan was made for, where the figures beside do not say so. */
+function boundNote(v: Data): string {
+  const bound = boundText(v.estimate);
+  return row.value?.objective === "energy" && v.unpowered.length ? [bound, t("noPower", { devices: v.unpowered.join(", ") })].filter(Boolean).join(" · ") : bound;
 }
 
 export const keep = (): Promise<void> => once("keep", () => attempt(() => openMade(() =>
@@ -190,11 +196,11 @@ export function broken(v: Data): string {
   const said: string[] = [...v.broken, ...(v.over_memory > 0 ? [t("overMemory", { n: ofMemory(v.over_memory) })] : [])];
   return said.length ? t("broken", { what: said.join(t("semicolon")) }) : "";
 }
-/** That plans of devices without a known price are not drawn against money, and what these count as in others. */
-export const Unpriced = ({ devices }: { devices: string[] }): JSX.Element | null =>
-  devices.length ? <p class="soft" id="unpriced">{t("notDrawn", { devices: devices.join(", ") })}</p> : null;
+/** That plans of devices without a known price, or power, are not drawn against it, and what these count as in others. */
+export const Unsaid = ({ devices, ofEnergy = false }: { devices: string[]; ofEnergy?: boolean }): JSX.Element | null =>
+  devices.length ? <p class="soft" id={ofEnergy ? "unpowered" : "unpriced"}>{t(ofEnergy ? "notDrawnPower" : "notDrawn", { devices: devices.join(", ") })}</p> : null;
 /** Where something is of the plan as it was made, though more is tried on it: that is said. */
-export function WithoutTried({ words }: { words: "keepFirst" | "comparedWithout" | "fileWithout" }): JSX.Element | null {
+export function WithoutTried({ words }: { words: "keepFirst" | "comparedWithout" | "fileWithout" | "drawerWithout" }): JSX.Element | null {
   return tried.value ? <p class="error" role="status">{t(words)}</p> : null;
 }
 export function Broken(): JSX.Element | null {
