@@ -85,6 +85,17 @@ class Runnable:
             and (first.recompute_blocks is None or first.recompute in self.some_blocks)
         )
 
+    def sends(self, problem: Problem, plan: Plan) -> bool:
+        """Whether the program packs what goes between regions as a plan does, which sums in every step."""
+        used = set(plan.regions(problem.cluster))
+        links = [use for use in plan.links if {use.source, use.target} <= used]
+        return (
+            plan.local_steps == 1
+            and all(use.activations == use.activation_gradients == "none" for use in links)
+            and len({use.weight_gradients for use in links}) <= 1
+            and all(use.weight_gradients in self.gradient_packings for use in links)
+        )
+
     def _lacking(
         self, problem: Problem, *, pp: int, chunks: int, tp: int, cp: int, ep: int, zero: int, recompute: str
     ) -> str | None:
@@ -172,7 +183,7 @@ def runnable_as(problem: Problem, plans: str) -> Runnable:
 def is_run(problem: Problem, plan: Plan) -> bool:
     """Whether the problem's program runs a plan as it is."""
     runs = runnable(problem)
-    return runs is None or runs.runs(problem, plan)
+    return runs is None or (runs.runs(problem, plan) and runs.sends(problem, plan))
 
 
 @lru_cache(maxsize=256)

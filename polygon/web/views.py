@@ -329,11 +329,13 @@ def _effect(
     change: dict[str, Any],
 ) -> dict[str, Any]:
     after = price(problem, plan, changes.model_copy(update=change), tables)
+    is_lost = is_run(before.problem, before.plan) and not is_run(after.problem, after.plan)
+    not_run = [Message("reason.not_run", runtime=problem.runtime.name)] if is_lost else []
     return {
         "key": key, "change": change, "step_s": after.estimate.step_s, "hidden": traffic(after)["hidden"],
         "batch_factor": after.problem.batch.global_batch / before.problem.batch.global_batch,
         "speedup": after.estimate.tokens_per_s / before.estimate.tokens_per_s - 1,
-        "over_memory": after.over_memory_bytes, "broken": after.broken,
+        "over_memory": after.over_memory_bytes, "broken": [*after.broken, *not_run],
     }  # fmt: skip
 
 

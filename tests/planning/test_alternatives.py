@@ -19,7 +19,7 @@ from polygon.domain.message import Message
 from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Problem
 from polygon.domain.uniform import ParallelConfig, uniform_plan
-from polygon.formats import files
+from polygon.formats import catalogue, files
 from polygon.messages.explanation import better, describe_explanation, explanation_data
 from polygon.planning import alternatives
 from polygon.planning.alternatives import Alternative, Explainer, Explanation
@@ -252,6 +252,14 @@ def test_no_alternative_of_unknown_power_is_said_to_take_less():
     head, *rows = describe_explanation(problem, t4, answers, None).split("\n\n")[1].splitlines()
     assert head.split()[2] == "energy"
     assert ["unknown" in row for row in rows] == [True, False] and "+100.0%" in rows[1]
+
+
+def test_no_tensor_parallelism_is_said_of_a_program_that_has_none():
+    """Its widest workers are single devices: what they make is data parallelism, and no worker a node."""
+    problem = replace(problem_of(([("a100-40gb", 1, 4)],)), runtime=catalogue.runtime("deepspeed"))
+    explainer = Explainer(problem, plan_for(problem))
+    (outcome,) = (work() for idea, _, work in explainer.ideas() if idea == Message("idea.tensor_parallel"))
+    assert outcome.bill is None and outcome.reason == Message("reason.not_run", runtime="deepspeed")
 
 
 def test_changes_change_what_they_say():

@@ -8,9 +8,10 @@ import pytest
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
-from polygon.domain.plan import Plan, Problem, Worker
-from polygon.domain.runnable import RUNNABLE, blocks_of, runnable
+from polygon.domain.plan import LinkUse, Plan, Problem, Worker
+from polygon.domain.runnable import RUNNABLE, blocks_of, is_run, runnable
 from polygon.domain.runtime import PLANS
+from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.export.targets import export
 from polygon.formats import catalogue
 from polygon.formats.recognition import cluster_from_data
@@ -20,6 +21,7 @@ from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.uniform_plans import find_uniform, uniform_drafts
 from tests.exported_plans import drawn
+from tests.linked_regions import cluster_of
 
 EFFORT = Effort(fluid_evaluations=400, exact_evaluations=20, polish_evaluations=20, patience=200)
 TARGETS = {"megatron-core": "megatron", "torchtitan": "torchtitan"}
@@ -40,6 +42,28 @@ def test_programs_say_what_they_run():
     assert {name for name, plans in said.items() if plans == "any"} >= {"polygon", "polygon-compiled", "unknown"}
     for program in PROGRAMS:
         assert said[program] != "any", program
+
+
+def test_a_program_runs_what_it_packs_as_the_plan_does():
+    """Only packings of gradients that it has, one on all links in use, and sums in every step; ours has all."""
+    cluster = cluster_of([[("a100-40gb", 1, 1)]] * 3)
+    problem = Problem(cluster=cluster, model=catalogue.model("gpt2"), batch=Batch(global_batch=8, seq_len=128))
+    plan = replace(uniform_plan(problem, ParallelConfig(dp=2)), links=())
+    both = lambda **packs: tuple(LinkUse(source=a, target=b, **packs) for a, b in ((0, 1), (1, 0)))  # noqa: E731
+    idle = (LinkUse(source=0, target=2, weight_gradients="int4"),)
+    ways = {
+        "none": {"links": both()}, "idle": {"links": both() + idle}, "bf16": {"links": both(weight_gradients="bf16")},
+        "one": {"links": (both(weight_gradients="bf16")[0], both()[1])},
+        "int4": {"links": both(weight_gradients="int4")},
+        "activations": {"links": both(activations="bf16", activation_gradients="bf16")}, "local": {"local_steps": 8},
+    }  # fmt: skip
+    for program, has in (
+        ("megatron-core", {"none", "idle"}),
+        ("deepspeed", {"none", "idle", "bf16"}),
+        ("polygon", {*ways}),
+    ):
+        run = replace(problem, runtime=catalogue.runtime(program))
+        assert {name for name, way in ways.items() if is_run(run, replace(plan, **way))} == has
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

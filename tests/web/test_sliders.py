@@ -9,17 +9,18 @@ import pytest
 
 from polygon import Cluster
 from polygon.cost.estimate import estimate
+from polygon.cost.money import unpriced
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
-from polygon.domain.plan import Problem
+from polygon.domain.plan import LinkUse, Problem
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
 from polygon.messages.report import size
 from polygon.web.sliders import NO_CHANGE, Changes, flat_s, keeps_bound, price, timed
 from polygon.web.timeline import KINDS, timeline
-from polygon.web.views import advice, front, sensitivities, traffic, unpriced, view
+from polygon.web.views import advice, front, sensitivities, traffic, view
 from tests.cost.test_step_times import far_problem, replicas
 from tests.exported_plans import DIMENSIONS, drawn, of_dimensions, wide
 
@@ -445,6 +446,19 @@ def test_cheaper_devices_under_a_budget_by_the_hour_may_be_more(case):
     problem = replace(problem, constraints=replace(problem.constraints, most_usd_per_hour=budget))
     cheaper = price(problem, plan, Changes(price_factor=0.25))
     assert not cheaper.broken and "regions" not in cheaper.bounds.step.parts
+
+
+def test_advice_says_what_the_program_does_not_run():
+    """Packings and local steps, which another program than ours has not; deeper prefetch is no such thing."""
+    known = []
+    for plans in ("any", "uniform"):
+        problem = far_problem(2)
+        problem = replace(problem, runtime=replace(problem.runtime, plans=plans))
+        plan = replace(replicas(problem), links=(LinkUse(source=0, target=1), LinkUse(source=1, target=0)))
+        cases = advice(problem, plan, NO_CHANGE, CostTables(problem))["cases"]
+        rows = [row for kind in cases.values() for row in kind]
+        known.append({row["key"] for row in rows if any(m.kind == "reason.not_run" for m in row["broken"])})
+    assert known == [set(), {"pack_gradients", "pack_activations", "local_steps"}]
 
 
 def test_what_nobody_said_the_price_of_has_none_at_other_prices():

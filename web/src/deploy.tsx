@@ -22,7 +22,9 @@ const refused = (said: string, say: (text: string) => void, prefix = "") => ({ m
 };
 
 export function Deploy(): JSX.Element {
-  const [target, setTarget] = useKept("target", "deepspeed");
+  // First for the program that the plan was made for.
+  const [chosen, setTarget] = useKept("target", "");
+  const target = chosen || (Object.keys(TARGETS).find((x) => String(shown.value.runtime.name).startsWith(x)) ?? "deepspeed");
   const answer = useAnswer((stop) => get(`/plans/${planId.value}/exports/${target}`, stop), `${planId.value} ${target}`);
   return (
     <>

@@ -26,7 +26,7 @@ export function Drawer(): JSX.Element | null {
         <button type="button" role="tab" key={name} id={`drawer-${name}`} aria-selected={now === name} aria-controls="drawer-panel" tabIndex={now === name ? 0 : -1} onClick={() => (tab.value = name)}>{t(key)}</button>))}</div>
         <button type="button" class="small" aria-label={`${t("close")}: ${t("drawer")}`} onClick={close}>×</button></div>
       <div class="drawer-body" id="drawer-panel" role="tabpanel" tabIndex={0} aria-labelledby={`drawer-${now}`}>
-        {now !== "whatif" && <WithoutTried words="drawerWithout" />}
+        {(now === "limits" || now === "whynot") && <WithoutTried words="drawerWithout" />}
         {now === "limits" ? <Limits /> : now === "whatif" ? <WhatIf key={planId.value} /> : now === "whynot" ? <WhyNot key={planId.value} /> : <Assumed />}
       </div>
     </aside>
@@ -100,6 +100,7 @@ function Assumed(): JSX.Element {
   return (
     <>
       <h3>{t("assumedLinks")}</h3>
+      <WithoutTried words="drawerWithout" />
       {rows === null ? <Skeleton lines={4} /> : rows.length === 0 ? <Empty>{t("nothingAssumedLinks")}</Empty> : <ol class="limits" id="assumed-links">{rows.map((a) => <AssumedLink key={a.name} a={a} />)}</ol>}
       <AssumedBetween />
       <h3>{t("assumed")}</h3>

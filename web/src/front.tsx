@@ -70,7 +70,7 @@ export function Front(): JSX.Element {
 function Points({ points, open }: { points: Data[]; open: (index: number) => void }): JSX.Element {
   const drawn = points.flatMap((p, i) => (isPriceKnown(p.usd, p.unpriced) ? [{ i, at: [p.step_s, p.usd] }] : []));
   const option = {
-    tooltip: tooltip(), grid: { left: 60, right: 24, top: 26, bottom: 44 },
+    tooltip: tooltip(), grid: { left: 60, right: 24, top: 30, bottom: 44 },
     xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 26, ...axis() }, yAxis: { type: "value", scale: true, name: t("cost"), ...axis() },
     series: [{ type: "line", step: "end", symbolSize: 11, lineStyle: { color: ink().line }, itemStyle: { color: palette()[0] }, data: drawn.map(({ at }) => at) }],
   };

@@ -56,7 +56,6 @@ export function Strategy(): JSX.Element {
         <WithoutTried words="fileWithout" />
         <Table label={t("planTable")} head={[t("stage"), t("layers"), t("region"), t("workers"), t("share"), t("busy"), t("memory"), t("options")]} rows={rows} numeric={[4, 5, 6]} />
         <p class="soft">{t("ranWith", { runtime: programName(v.runtime), micro: v.micro_batches, size: v.micro_batch_size })}{v.local_steps > 1 ? ` · ${t("every", { n: v.local_steps })}` : ""} · {t("tokensEach", { n: digits(v.estimate.tokens_per_s) })} · {t("mfu")} {percent(v.estimate.mfu)}</p>
-        {!v.run && <p class="error" id="not-run">{t("notRun", { runtime: programName(v.runtime) })}</p>}
       </Section>
       <Section title={t("reasons")}><ul class="plain" id="reasons">{reasons(v).map((r) => <li key={r}>{r}</li>)}</ul></Section>
       <Section title={t("radar")}><WithoutTried words="comparedWithout" /><Answer of={answer} lines={8}>{(data) => <Alternatives data={data} />}</Answer></Section>
@@ -84,7 +83,7 @@ function Alternatives({ data }: { data: Data }): JSX.Element {
     series: [{ type: "radar", symbolSize: 4, data: data.alternatives.map((a: Data, i: number) => ({ name: maybe(a.key), value: AXES.map((x) => Number(a.axes[x].toFixed(3))), lineStyle: { width: i === 0 ? 2.5 : 1.2, type: i === 0 ? "solid" : "dashed" }, areaStyle: i === 0 ? { opacity: 0.14 } : undefined })) }],
   };
   const points = {
-    tooltip: tooltip(), grid: { left: 58, right: 70, top: 26, bottom: 44 },
+    tooltip: tooltip(), grid: { left: 58, right: 70, top: 30, bottom: 44 },
     xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 26, ...axis() }, yAxis: { type: "value", scale: true, ...(ofEnergy ? { name: t("energyOnly"), ...axis({ axisLabel: { formatter: (watt_hours: number) => energy(watt_hours * JOULES) } }) } : { name: t("cost"), ...axis() }) },
     series: [{ type: "scatter", data: drawn.map((p: Data) => ({ name: maybe(p.key), key: p.key, value: [p.step_s, ofEnergy ? p.energy_j / JOULES : p.usd_per_step], symbolSize: p.key === "plan" ? 15 : 9, itemStyle: { color: isBest(p) ? palette()[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette()[p.key === "plan" ? 0 : isBest(p) ? 2 : 1], borderWidth: 1.5 }, label: { show: p.key !== "other", position: p.key === "plan" ? "top" : "right", color: p.key === "plan" ? colors.text : colors.soft, fontSize: 11, formatter: maybe(p.key) } })), labelLayout: { hideOverlap: true } }],
   };

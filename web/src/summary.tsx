@@ -7,7 +7,7 @@ import { draft } from "./draft";
 import { digits, energy, gbps, ms, ofMemory, percent, seconds, signed, usd } from "./format";
 import { called, differences } from "./names";
 import { anew, assumed, attempt, changes, isPriced, isUnderWay, jobs, limits, loading, once, openMade, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
-import { language, t, type Key } from "./strings";
+import { language, programName, t, type Key } from "./strings";
 import { Skeleton } from "./ui";
 
 /** A resource in words: "the network inside frankfurt". */
@@ -204,9 +204,12 @@ export function WithoutTried({ words }: { words: "keepFirst" | "comparedWithout"
   return tried.value ? <p class="error" role="status">{t(words)}</p> : null;
 }
 export function Broken(): JSX.Element | null {
-  const said = shown.value && !loading.value ? broken(shown.value) : ""; // as the banner
-  return said ? <p class="error broken" id="broken">{said}</p> : null;
+  const v = shown.value;
+  if (!v || loading.value) return null; // as the banner
+  return <>{broken(v) && <p class="error broken" id="broken">{broken(v)}</p>}{!v.run && <p class="error broken" id="not-run">{notRun(v)}</p>}</>;
 }
+/** That the program does not run a plan as it is, with what is tried or as it was kept or opened. */
+export const notRun = (v: Data): string => t("notRun", { runtime: programName(v.runtime) });
 export function Banner(): JSX.Element | null {
   const v = shown.value, p = planned.value;
   if (!v || !p || loading.value) return null; // while a plan is opened, the one before is shown

@@ -6,7 +6,7 @@ import { digits, seconds } from "./format";
 import { useKept } from "./kept";
 import * as controls from "../../polygon/web/controls.json";
 import { changes, planId, planned, setChanges, shown, tried, tryOut } from "./state";
-import { broken, comesOut } from "./summary";
+import { broken, comesOut, notRun } from "./summary";
 import { maybe, t, type Key } from "./strings";
 
 type Sliding = "bandwidth_factor" | "latency_factor" | "streams" | "accumulation" | "prefetch" | "local_steps" | "chunk_mb" | "overlap" | "price_factor";
@@ -57,6 +57,7 @@ export function WhatIf(): JSX.Element {
       <p class="soft">{t("whatifHint")}</p>
       <p class="comes-out">{tried.value ? <><b>{comesOut()}</b> <button type="button" class="link" onClick={() => setChanges({})}>{t("reset")}</button></> : <span class="soft">{t("step")} {seconds(p.estimate.step_s)}</span>}</p>
       {broken(shown.value) && <p class="error" role="alert">{broken(shown.value)}</p>}
+      {!shown.value.run && <p class="error" role="alert">{notRun(shown.value)}</p>}
       <h3>{t("links")}</h3>
       {slide("bwFactor", "bandwidth_factor", times)}
       {slide("latFactor", "latency_factor", times)}
