@@ -1321,11 +1321,45 @@ def searched(server, device, objective="time", **node):
     nodes = [{"device": device, "count": 1, "devices_per_node": 2, **node}]
     problem = {"cluster": {"name": "pair", "regions": [{"name": "a", "nodes": nodes}]}, "model": "opt-350m",
                "batch": {"global_batch": 4, "seq_len": 128}}  # fmt: skip
+    return ended(server, problem, objective)
+
+
+def ended(server, problem, objective="time"):
+    """The plan of a quick search."""
     row = server.request("POST", "/api/v1/jobs", {"problem": problem, "objective": objective, "effort": "quick"})[2]
     path = f"/api/v1/jobs/{row['id']}"
     assert eventually(lambda: server.request("GET", path)[2]["state"] not in ("queued", "running"))
     assert server.request("GET", path)[2]["state"] == "done"
     return row["id"]
+
+
+def test_what_is_tried_that_the_program_does_not_run_is_said_and_so_what_is_without_it(page, server):
+    """Compression that Megatron-LM has not, on every pane and beside the controls; limits, ideas and assumed links are
+    of the plan without it and say so, and deploying begins with the program that the plan is for."""
+    nodes = [{"device": "t4", "count": 1, "devices_per_node": 1}]
+    cluster = {"name": "two", "regions": [{"name": name, "nodes": nodes} for name in "ab"],
+               "latency_ms": [[0, 5], [5, 0]], "bandwidth_gbps": [[0, 10], [10, 0]]}  # fmt: skip
+    problem = {"cluster": cluster, "model": "opt-350m", "batch": {"global_batch": 256, "seq_len": 128},
+               "runtime": "megatron-core"}  # fmt: skip
+    plan = ended(server, problem)
+    visit(page, server, plan)
+    page.locator("#drawer-whatif").click()
+    expect(page.locator("#not-run")).to_have_count(0)
+    page.locator("[data-change=weight_gradients]").select_option("int8")
+    expect(page.locator("#not-run")).to_contain_text("cannot be run by megatron-core")
+    expect(page.locator("#controls [role=alert]").last).to_contain_text("cannot be run by megatron-core")
+    without = page.locator("#drawer-panel [role=status]", has_text="without what you try")
+    expect(without).to_have_count(0)
+    for pane in ("limits", "whynot", "assumed"):
+        page.locator(f"#drawer-{pane}").click()
+        expect(without).to_have_count(1)
+    expect(page.locator("#assumed")).to_contain_text("int8")
+    page.locator("#tab-deploy").click()
+    expect(page.locator("#target-megatron")).to_have_attribute("aria-pressed", "true")
+    page.locator("#reset").click()
+    expect(page.locator("#not-run")).to_have_count(0)
+    expect(without).to_have_count(0)
+    server.request("DELETE", f"/api/v1/plans/{plan}")
 
 
 def test_a_plan_that_its_program_does_not_run_says_so(page, chinese_page, server, wide_plan):
@@ -1412,9 +1446,13 @@ def test_devices_without_a_known_price_are_not_said_to_be_free(page, server):
     expect(page.locator("#view")).to_contain_text("no price known of ascend-910b: counts as 0")
     told = server.request("GET", f"/api/v1/plans/{unknown}/alternatives")[2]["alternatives"]
     assert told[0]["unpriced"] == ["ascend-910b"]
-    undrawn = searched(server, "trainium2")  # nobody says what it draws: no energy, and none less than another
+    undrawn = searched(server, "trainium2", "energy")  # nobody says what it draws: no energy, none less
     visit(page, server, free, "compare", f"&with={undrawn}")
     expect(page.locator("tr", has_text="Energy per step").locator("td").last).to_have_text("—")
+    expect(page.locator("#view")).to_contain_text("no power known of trainium2: counts as 0")
+    visit(page, server, undrawn, "strategy")
+    expect(page.locator("[data-card=gap] small")).to_contain_text("no power known of trainium2: counts as 0")
+    expect(page.locator("#unpowered")).to_contain_text("Nobody says what trainium2 draws")
     idea = {"idea": "less", "possible": True, "slower_by": 0.1, "step_s": 1.0, "usd": 0.0, "reason": "so"}
     answers = {
         "different_plans": [idea],
@@ -1429,6 +1467,42 @@ def test_devices_without_a_known_price_are_not_said_to_be_free(page, server):
     expect(page.locator("#why-not .ideas small")).to_have_text("1.00 s. so")
     for plan in (unknown, free, undrawn):
         server.request("DELETE", f"/api/v1/plans/{plan}")
+
+
+def test_why_not_speaks_of_what_the_plan_was_made_for(page, chinese_page, server):
+    """Parts of its energy, or money, and no plan of devices of unknown power is one that takes less; what is found by
+    short searches is at least so much. Answers of before are of time."""
+    idea = {"idea": "twice", "naive": True, "possible": True, "slower_by": -0.5, "worse_by": 1.0, "step_s": 1.0,
+            "usd": 0.5, "energy_j": 7200.0, "reason": ""}  # fmt: skip
+    silent = idea | {"idea": "silent", "worse_by": None, "energy_j": 0.0}
+    change = {"text": "more", "same_plan": -0.1, "replanned": -0.25, "usd_per_hour": 1.0, "step_s": 1.0}
+    none = change | {"text": "much", "replanned": 0.0}
+    answers = {"objective": "energy", "unsaid": ["mine"], "different_plans": [], "alternatives": [idea, silent],
+               "usd": 0.0,
+               "sensitivities": [change, none], "left_out": [], "searched_step_s": 1.0, "searched": 3600.0}  # fmt: skip
+    plan = searched(server, "t4", "energy")
+    for here in (page, chinese_page):
+        here.route("**/explanation", lambda route: route.fulfill(json={"state": "done", "answers": answers}))
+        visit(here, server, plan)
+        here.locator("#drawer-whynot").click()
+        heads = here.locator("#why-not .limit-head > span")
+        expect(heads.nth(0)).to_have_text(re.compile(r"^\+100\s%$"))
+        expect(heads.nth(1)).to_have_text("—")
+        expect(here.locator("#why-not .ideas small").first).to_contain_text(re.compile(r"^2\.00\sWh · 1\.00\ss"))
+    why = page.locator("#why-not")
+    expect(why.locator("#ideas-of")).to_contain_text("Parts of the energy of a step. All by short searches")
+    expect(why.locator("#ideas-unsaid")).to_have_text("no power known of mine: counts as 0")
+    expect(why).to_contain_text(re.compile(r"held against 1\.00\sWh"))
+    expect(why.locator(".limit-head > span").nth(2)).to_have_text(re.compile(r"^−25\.0\s% or more$"))
+    expect(why.locator(".limit-head > span").nth(3)).to_have_text("nothing found")
+    expect(why.locator(".ideas small").last).to_have_text(re.compile(r"^same plan −10\.0\s%$"))
+    kept = server.request("POST", f"/api/v1/plans/{plan}/explanation", {"time_limit_s": 60})[2]["id"]
+    assert eventually(lambda: server.request("GET", f"/api/v1/jobs/{kept}")[2]["state"] not in ("queued", "running"))
+    found = server.request("GET", f"/api/v1/plans/{plan}/explanation")[2]["answers"]
+    assert found["objective"] == "energy"
+    for row in (row for row in found["alternatives"] if row["possible"]):
+        assert row["worse_by"] == pytest.approx(row["energy_j"] / found["energy_j"] - 1)
+    server.request("DELETE", f"/api/v1/plans/{plan}")
 
 
 def test_of_plans_for_money_that_cost_nothing_no_bound_is_waited_for(page, server):
