@@ -37,6 +37,7 @@ from polygon.planning.assumptions import Assumption, assumptions
 from polygon.planning.checker import violations
 from polygon.planning.clock import Clock
 from polygon.planning.limits import Limits, limits
+from polygon.planning.plan_bounds import bounds_beyond, is_beyond_bound
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,13 +108,18 @@ class Plan:
 
     @property
     def bound(self) -> LowerBound:
-        """What no plan can beat: as a search with a time limit left it, else worked out when it is asked for."""
-        return self.bound_in_time or self.problem.bound()
+        """What no plan can beat: as a search with a time limit left it, else worked out when it is asked for; of a plan
+        that breaks limits which that takes for granted a weaker one (`polygon.planning.plan_bounds`)."""
+        return self.bound_in_time or (self.bounds.step if self._is_beyond else self.problem.bound())
 
     @cached_property
     def bounds(self) -> Bounds:
         """The same, and what no plan can beat in money and energy."""
-        return Bounds.of(self.problem.tables, self.bound)
+        return bounds_beyond(self.problem.tables) if self._is_beyond else Bounds.of(self.problem.tables, self.bound)
+
+    @cached_property
+    def _is_beyond(self) -> bool:
+        return self.bound_in_time is None and is_beyond_bound(self.violations())
 
     def evaluate(self) -> Estimate:
         """Predict one step: time by term, memory by worker, traffic by link, money and energy.

@@ -42,6 +42,7 @@ from polygon.domain.schedule import repeated
 from polygon.formats.schema import Strict
 from polygon.planning.checker import broken_limits
 from polygon.planning.decode import SOCKET_WINDOW_BYTES, WINDOW_USE
+from polygon.planning.plan_bounds import bounds_beyond, is_beyond_bound
 from polygon.planning.warmup_depths import wanted_spans
 
 Packing = Literal["none", "bf16", "int8", "int4", "topk", "powersgd"]
@@ -114,10 +115,6 @@ def positions(devices: Iterable[str], local_steps: int) -> dict[str, list[dict[s
     return {name: [{name: value} for value in values] for name, values in every.items()}
 
 
-BOUND_KNOWS = ("plan.packing", "plan.compression", "plan.local_steps", "plan.forbidden")
-"""How kinds of faults begin that plans have of which the bound is not (`polygon.bounds.lower_bound`)."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedChange:
     """A changed plan, its times and estimate, and what no plan can beat."""
@@ -140,31 +137,15 @@ class PricedChange:
         The problem's own bound where the plan is one of those that it is of, be it changed, kept as a variant or opened
         from a file; else compute and path alone, with all devices where it uses some that the limits leave out.
         """
-        if self._keeps_bound and not self._beyond_bound:
-            return Bounds.of(self.tables, lower_bound(self.base))
-        tables, limits = self.tables, self.problem.constraints
-        free = replace(limits, forbidden_regions=(), forbidden_devices=(), most_usd_per_hour=None)
-        if self._beyond_bound and free != limits:
-            tables = tables.with_other_speeds(replace(self.problem, constraints=free))
-        return Bounds.of(tables, link_free_bound(tables))
+        if self.over_memory_bytes > 0 or is_beyond_bound(self.broken):
+            return bounds_beyond(self.tables)
+        return Bounds.of(self.tables, lower_bound(self.base) if self._keeps_bound else link_free_bound(self.tables))
 
     @property
     def _keeps_bound(self) -> bool:
         changes = self.changes
         affords_more = changes.price_factor < 1 and self.problem.constraints.most_usd_per_hour is not None
         return keeps_bound(changes.model_dump(exclude_defaults=True)) and not affords_more
-
-    @property
-    def _beyond_bound(self) -> bool:
-        """Whether the plan breaks a limit that the bound takes for granted: memory, what may be used, packings and
-        local steps, dollars an hour. Of other limits, as a deadline, it knows nothing, and holds for whoever breaks
-        them."""
-        return self.over_memory_bytes > 0 or any(
-            fault["excess"].kind == "limit.usd_per_hour"
-            if fault.kind == "plan.limit"
-            else fault.kind.startswith(BOUND_KNOWS)
-            for fault in self.broken
-        )
 
     @cached_property
     def broken(self) -> list[Violation]:

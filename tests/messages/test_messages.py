@@ -30,6 +30,7 @@ FAMILIES = {
     "memory.": [field.name for field in fields(MemoryBreakdown) if field.name != "context"],
     "loss.": list(TRAFFIC),
     "resource.": list(get_args(Kind)),
+    "more.": [measure.name for measure in MEASURES.values()],
     "idle.more_": [measure.name for measure in MEASURES.values()],
     "idle.times_": [measure.name for measure in MEASURES.values()],
     "idle.free_": [MONEY.name, ENERGY.name],
