@@ -1,11 +1,11 @@
 """How far the plans found lie from the best that any seed or effort found, and CPU seconds of a search.
 
     python benchmarks/seed_spread.py [--seeds 2] [--efforts quick,thorough] [--instances ptafm-7dc,aws-regions] \
-        [--tasks gpt3-13b:128:2048] [--drawn 20 --first 0 [--tight]]
+        [--tasks gpt3-13b:128:2048] [--drawn 20 --first 0 [--tight | --large]]
 
 Every cluster of `instances/` with every task: model, sequences of a step, tokens of a sequence; or drawn clusters, of
 up to eight regions and 128 devices, with a task each: any, or (`--tight`) models of which all devices together hold the
-states less than twice. Kernels are compiled before.
+states less than twice; or (`--large`) of up to 32 regions and 192 to 4,096 devices. Kernels are compiled before.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ LARGE_MODELS = (
     "gpt3-6.7b", "llama2-7b", "gpt3-13b", "llama2-13b", "qwen3-30b-a3b", "mixtral-8x7b", "llama3-8b", "llama3-70b",
     "llama2-70b", "gpt3-2.7b",
 )  # fmt: skip
+USUAL_MODELS = (
+    "gpt3-6.7b", "llama2-7b", "gpt3-13b", "llama3-8b", "mixtral-8x7b", "llama3-70b", "llama2-70b", "qwen3-30b-a3b",
+    "gpt3-1.3b", "gpt3-175b",
+)  # fmt: skip
+"""Of drawn large problems."""
 TIGHT, STATE_BYTES = (0.95, 1.9), 18
 """Of tight problems: memory of all devices over states of so many bytes a parameter."""
 TASKS = "gpt3-6.7b:64:1024,gpt3-13b:128:2048,gpt3-1.3b:512:2048"
@@ -57,6 +62,22 @@ def drawn_problem(number: int) -> tuple[str, Problem] | None:
     model = str(rng.choice(MODELS))
     sequences, tokens = int(rng.choice([32, 64, 128, 256, 512, 1024])), int(rng.choice([1024, 2048, 4096]))
     tokens = min(tokens, 2048) if model.startswith("gpt3") else tokens
+    try:
+        cluster = Cluster(generate(regions, types, devices, np.random.default_rng(number)))
+    except InputError:
+        return None
+    what = f"{number}: {regions} regions, {types} types, {devices} devices, {model}:{sequences}:{tokens}"
+    return what, Problem(cluster, model, Batch(global_batch=sequences, seq_len=tokens))
+
+
+def large_problem(number: int) -> tuple[str, Problem] | None:
+    """As `drawn_problem`, of up to 32 regions and 4,096 devices."""
+    rng = np.random.default_rng(555_000 + number)
+    regions, types = int(rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])), int(rng.integers(1, 7))
+    devices = max(int(rng.choice([192, 256, 384, 512, 768, 1024, 1536, 2048, 4096])), 4 * regions)
+    model = str(rng.choice(USUAL_MODELS))
+    sequences, tokens = int(rng.choice([256, 512, 1024, 2048, 4096])), int(rng.choice([1024, 2048, 4096, 8192]))
+    tokens = min(tokens, {"gpt3": 2048, "llama2": 4096}.get(model.split("-")[0], tokens))
     try:
         cluster = Cluster(generate(regions, types, devices, np.random.default_rng(number)))
     except InputError:
@@ -107,14 +128,16 @@ def main() -> int:
     parser.add_argument("--tasks", default=TASKS, metavar="MODEL:SEQUENCES:TOKENS,...")
     parser.add_argument("--drawn", type=int, metavar="N", help="so many drawn problems in place of these")
     parser.add_argument("--first", type=int, default=0, help="number of the first of them")
-    parser.add_argument("--tight", action="store_true", help="drawn problems with models that barely fit")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--tight", action="store_true", help="drawn problems with models that barely fit")
+    kind.add_argument("--large", action="store_true", help="drawn problems of up to 32 regions and 4,096 devices")
     args = parser.parse_args()
     efforts = args.efforts.split(",")
     pairs = [(instance, task) for instance in args.instances.split(",") for task in args.tasks.split(",")]
     named = ((f"{instance} {task}", problem_of(instance, task)) for instance, task in pairs)
     if args.drawn is not None:
         numbers = range(args.first, args.first + args.drawn)
-        draw = tight_problem if args.tight else drawn_problem
+        draw = tight_problem if args.tight else large_problem if args.large else drawn_problem
         named = (pair for number in numbers if (pair := draw(number)) is not None)
     over: dict[str, list[float]] = {effort: [] for effort in efforts}
     cpu_s: dict[str, list[float]] = {effort: [] for effort in efforts}
