@@ -18,13 +18,13 @@ from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import (
     MOST_LISTED,
-    MOST_OF_REGIONS,
     RUNNER_UP,
     Candidates,
     ExactCandidates,
     GroupCandidates,
     NothingNew,
     leaves_out,
+    used_of,
 )
 from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
@@ -85,8 +85,10 @@ MANY_CYCLES = 3
 """Of more such cycles all but the last begin by themselves, as what comes of one varies more than what one more adds;
 after so many, or more, some sets of regions are searched by themselves."""
 NARROWED, NARROW = 2, 3_000
-"""Sets of regions, and of device types, that are searched by themselves after so many cycles, and evaluations in each:
-of all moves few concern what is in use where there is much."""
+"""Sets of regions, and of device types, that are searched by themselves after so many cycles (of types always), and
+evaluations in each: of all moves few concern what is in use where there is much."""
+FEWER = 6
+"""Part, one in so many, of a cycle's evaluations that a set of types gets after fewer cycles."""
 USUAL_CLASSES, MOST_MORE = 20, 2.5
 """Classes of workers above which whole searches evaluate more, in proportion, and how many times as much at most."""
 MOST_CELLS = 3_000_000
@@ -394,7 +396,8 @@ def _found(
             told(len(values) / count, best)
 
     exact = ExactCandidates(decoder, candidates.space.groups, met=met_exactly)
-    kinds = (candidates.best_of(kind) for kind in (lambda x: len(x.stages), candidates.regions_of))
+    by = lambda x: len(x.stages), candidates.regions_of, lambda x: used_of(x, candidates.type_of_class)
+    kinds = (candidates.best_of(kind) for kind in by)
     # Fluid values of pipelines over many regions are the least sure: the best over fewer, over one first, are known.
     fewer = candidates.best_of(lambda x: len(candidates.regions_of(x)))
     fewer.sort(key=lambda x: len(candidates.regions_of(x)))
@@ -456,7 +459,7 @@ def _explore(
     cycles = max(1, effort.fluid_evaluations // CYCLE)
     each = effort.fluid_evaluations // cycles
     many = _has_many_cycles(effort)
-    total = effort.fluid_evaluations + many * 2 * NARROWED * NARROW
+    total = effort.fluid_evaluations + NARROWED * (2 * NARROW if many else each // FEWER)
     told = phase_of(tell, MEMETIC)
 
     def cycle(own: Candidates, evaluations: int, spread: bool) -> bool:
@@ -493,11 +496,12 @@ def _explore(
                 yield first.copy(), each, i % 2 == 1
             else:
                 yield candidates, each, False
-        # Of types, which are few, to leave one out is much.
-        kinds = (candidates.region_of_class, MOST_OF_REGIONS), (candidates.type_of_class, 1.0)
-        for of_class, most in kinds if many else ():
-            for part in candidates.parts(of_class, most)[:NARROWED]:
-                yield candidates.within(part, of_class), NARROW, False
+        for part in candidates.parts(candidates.region_of_class)[:NARROWED] if many else ():
+            yield candidates.within(part, candidates.region_of_class), NARROW, False
+        # To leave out one of few types is much. Of very many classes of workers no evaluation is over.
+        listed = candidates.space.classes <= MOST_LISTED
+        for part in candidates.parts(candidates.type_of_class, 1.0)[:NARROWED] if listed else ():
+            yield candidates.within(part, candidates.type_of_class), NARROW if many else each // FEWER, False
 
     for own, evaluations, spread in legs():
         went_on = cycle(own, evaluations, spread)

@@ -40,7 +40,7 @@ def floor_of(decoder, x):
     return floors_s(decoder.banks(x.setting), limits_of(decoder, x.micro_batch_size), x.workers[None])[0]
 
 
-@settings(max_examples=cases(20), deadline=None)
+@settings(max_examples=cases(12), deadline=None)
 @given(seed=st.integers(0, 10_000), wild=st.booleans())
 @example(seed=19, wild=True)  # no room for the outer optimizer of local steps, which a plan need not take
 @example(seed=60, wild=False)  # fully sharded, where no micro-batch adds up a gradient of its own

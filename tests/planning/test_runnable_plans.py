@@ -22,6 +22,7 @@ from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.uniform_plans import find_uniform, uniform_drafts
 from tests.exported_plans import drawn
 from tests.linked_regions import cluster_of
+from tests.nightly import cases
 
 EFFORT = Effort(fluid_evaluations=400, exact_evaluations=20, polish_evaluations=20, patience=200)
 TARGETS = {"megatron-core": "megatron", "torchtitan": "torchtitan"}
@@ -29,8 +30,9 @@ TARGETS = {"megatron-core": "megatron", "torchtitan": "torchtitan"}
 PROGRAMS = ("megatron-core", "torchtitan", "deepspeed", "megatron-2022")
 
 
-def problems(program, count=2):
+def problems(program, count=None):
     """Drawn ones, each once, for a program."""
+    count = count or cases(1)
     for problem in list({id(problem): problem for problem, _, _ in drawn(4 * count)}.values())[:count]:
         yield replace(problem, runtime=catalogue.runtime(program))
 
@@ -94,7 +96,7 @@ def test_a_search_finds_what_the_program_runs(program):
 def test_every_allocation_decodes_to_what_the_program_runs():
     """Whatever its widths, degrees and setting; stages that memory has no room for are cut by what it has room for."""
     rng, made = np.random.default_rng(0), 0
-    for problem in problems("megatron-core"):
+    for problem in problems("megatron-core", 2):
         decoder = Decoder(problem)
         for _ in range(40):
             rows = rng.integers(0, 4, (int(rng.integers(1, min(5, most_stages(problem)) + 1)), len(decoder.classes)))

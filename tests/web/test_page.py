@@ -2168,7 +2168,7 @@ def test_a_variant_is_deployed_as_it_is_priced(page, server, wide_plan):
 def test_what_is_of_the_plan_without_what_is_tried_says_so(page, server, plan_id, wide_plan):
     """A comparison, other plans and files: the figures above them are with it."""
     visit(page, server, wide_plan, "compare", f'&with={plan_id}&what={{"activations":"bf16"}}')
-    said = page.get_by_text(re.compile("without what you try"))
+    said = page.locator("#view").get_by_text(re.compile("without what you try"))
     expect(said).to_have_count(1)
     page.locator("#tab-strategy").click()
     expect(said).to_have_count(2)
