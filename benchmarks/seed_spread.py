@@ -54,6 +54,20 @@ def problem_of(instance: str, task: str) -> Problem:
     return Problem(cluster, model, Batch(global_batch=int(sequences), seq_len=int(tokens)))
 
 
+def _generated(
+    number: int, shape: tuple[int, int, int], model: str, batch: tuple[int, int]
+) -> tuple[str, Problem] | None:
+    """A cluster of so many regions, types and devices with a task, and what it is; None where these do not go
+    together."""
+    (regions, types, devices), (sequences, tokens) = shape, batch
+    try:
+        cluster = Cluster(generate(regions, types, devices, np.random.default_rng(number)))
+    except InputError:
+        return None
+    what = f"{number}: {regions} regions, {types} types, {devices} devices, {model}:{sequences}:{tokens}"
+    return what, Problem(cluster, model, Batch(global_batch=sequences, seq_len=tokens))
+
+
 def drawn_problem(number: int) -> tuple[str, Problem] | None:
     """A drawn problem and what it is; None where its numbers do not go together."""
     rng = np.random.default_rng(9000 + number)
@@ -62,12 +76,7 @@ def drawn_problem(number: int) -> tuple[str, Problem] | None:
     model = str(rng.choice(MODELS))
     sequences, tokens = int(rng.choice([32, 64, 128, 256, 512, 1024])), int(rng.choice([1024, 2048, 4096]))
     tokens = min(tokens, 2048) if model.startswith("gpt3") else tokens
-    try:
-        cluster = Cluster(generate(regions, types, devices, np.random.default_rng(number)))
-    except InputError:
-        return None
-    what = f"{number}: {regions} regions, {types} types, {devices} devices, {model}:{sequences}:{tokens}"
-    return what, Problem(cluster, model, Batch(global_batch=sequences, seq_len=tokens))
+    return _generated(number, (regions, types, devices), model, (sequences, tokens))
 
 
 def large_problem(number: int) -> tuple[str, Problem] | None:
@@ -78,12 +87,7 @@ def large_problem(number: int) -> tuple[str, Problem] | None:
     model = str(rng.choice(USUAL_MODELS))
     sequences, tokens = int(rng.choice([256, 512, 1024, 2048, 4096])), int(rng.choice([1024, 2048, 4096, 8192]))
     tokens = min(tokens, {"gpt3": 2048, "llama2": 4096}.get(model.split("-")[0], tokens))
-    try:
-        cluster = Cluster(generate(regions, types, devices, np.random.default_rng(number)))
-    except InputError:
-        return None
-    what = f"{number}: {regions} regions, {types} types, {devices} devices, {model}:{sequences}:{tokens}"
-    return what, Problem(cluster, model, Batch(global_batch=sequences, seq_len=tokens))
+    return _generated(number, (regions, types, devices), model, (sequences, tokens))
 
 
 def tight_problem(number: int) -> tuple[str, Problem] | None:
