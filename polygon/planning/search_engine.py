@@ -458,6 +458,8 @@ def _explore(
         return 0, True, None
     cycles = max(1, effort.fluid_evaluations // CYCLE)
     each = effort.fluid_evaluations // cycles
+    if effort.fluid_evaluations == MOST_CELLS // candidates.space.classes:  # what follows is counted, too
+        each -= each * NARROWED // (FEWER + NARROWED)
     many = _has_many_cycles(effort)
     total = effort.fluid_evaluations + NARROWED * (2 * NARROW if many else each // FEWER)
     told = phase_of(tell, MEMETIC)
@@ -498,9 +500,10 @@ def _explore(
                 yield candidates, each, False
         for part in candidates.parts(candidates.region_of_class)[:NARROWED] if many else ():
             yield candidates.within(part, candidates.region_of_class), NARROW, False
-        # To leave out one of few types is much. Of very many classes of workers no evaluation is over.
-        listed = candidates.space.classes <= MOST_LISTED
-        for part in candidates.parts(candidates.type_of_class, 1.0)[:NARROWED] if listed else ():
+        # To leave out one of few types is much; the best of one alone is what others are held against.
+        sets = candidates.parts(candidates.type_of_class, 1.0)
+        alone = [part for part in sets if len(part) == 1]
+        for part in list(dict.fromkeys([*sets[: NARROWED - 1], *alone[:1], *sets]))[:NARROWED]:
             yield candidates.within(part, candidates.type_of_class), NARROW if many else each // FEWER, False
 
     for own, evaluations, spread in legs():

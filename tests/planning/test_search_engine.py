@@ -599,15 +599,17 @@ def test_starts_much_slower_than_the_best_are_not_looked_at_further(far_in_a_row
 
 
 def test_of_many_classes_of_workers_fewer_allocations_are_looked_at(monkeypatch):
-    """A hundred in place of three hundred beside the starts and what is simulated, and parts of them on either type."""
+    """A hundred, those on either type alone among them, in place of three hundred and these; beside the starts and what
+    is simulated."""
     cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 1, 4)]])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
     effort = replace(FAST, patience=FAST.fluid_evaluations)
     monkeypatch.setattr(engine, "PARTS", 0)
     all_of_them = find_plan(problem, np.random.default_rng(0), effort=effort).evaluations
     monkeypatch.setattr(engine, "MOST_CELLS", 100 * len(Decoder(problem).classes))
-    on_types = engine.NARROWED * (300 // engine.FEWER - 100 // engine.FEWER)
-    assert all_of_them - find_plan(problem, np.random.default_rng(0), effort=effort).evaluations == 200 + on_types
+    fewer = all_of_them - find_plan(problem, np.random.default_rng(0), effort=effort).evaluations
+    both = 300 + engine.NARROWED * (300 // engine.FEWER)
+    assert both - 100 <= fewer <= both - 98  # parts are whole numbers
 
 
 def test_of_very_many_classes_the_best_is_taken_to_other_degrees_and_pools():
