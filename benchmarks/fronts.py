@@ -24,9 +24,9 @@ from deap.benchmarks.tools import hypervolume
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from polygon import Problem
+from polygon.domain.clock import Clock
 from polygon.domain.plan import Plan
 from polygon.planning import search_engine as engine
-from polygon.planning.clock import Clock
 from polygon.planning.decode import Decoder
 from polygon.planning.efforts import EFFORTS
 

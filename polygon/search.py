@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from polygon.api.choices import METHODS
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
+from polygon.domain.clock import Clock
 from polygon.domain.errors import OutOfTimeError
 from polygon.domain.message import Message
-from polygon.planning.clock import Clock
 
 if TYPE_CHECKING:
     from polygon.api.plans import Plan

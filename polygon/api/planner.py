@@ -19,6 +19,7 @@ from polygon.bounds.lower_bound import LowerBound, lower_bound
 from polygon.cost.calibration import Calibration
 from polygon.cost.tables import CostTables, Profile
 from polygon.domain import plan as domain_plan
+from polygon.domain.clock import Clock
 from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
@@ -27,7 +28,6 @@ from polygon.domain.plan import Constraints
 from polygon.domain.runtime import POLYGON, Runtime
 from polygon.formats import catalogue, files
 from polygon.formats.files import PathLike
-from polygon.planning.clock import Clock
 from polygon.planning.efforts import EFFORTS, UNTIL_ROUNDS, times_thorough
 from polygon.planning.exact import find_optimum
 from polygon.planning.frontier import find_front, find_within_limits

@@ -21,6 +21,7 @@ from polygon.cost.money import TrainingRun, step_bill, whole_run
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import Profile
 from polygon.domain import plan as domain_plan
+from polygon.domain.clock import Clock
 from polygon.domain.errors import require, require_number
 from polygon.domain.message import Message, Violation
 from polygon.export.bundle import Export
@@ -35,7 +36,6 @@ from polygon.formats.serialization import plain
 from polygon.messages.report import STAGE_COLUMNS, describe_assumptions, describe_plan, seconds, stage_rows
 from polygon.planning.assumptions import Assumption, assumptions
 from polygon.planning.checker import violations
-from polygon.planning.clock import Clock
 from polygon.planning.limits import Limits, limits
 from polygon.planning.plan_bounds import bounds_beyond, is_beyond_bound
 

@@ -12,9 +12,9 @@ from polygon.api.plans import Plan
 from polygon.bounds.lower_bound import LowerBound
 from polygon.cost.estimate import Estimate
 from polygon.cost.money import Bill
+from polygon.domain.clock import Clock
 from polygon.domain.message import Message
 from polygon.messages.report import seconds
-from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation
 from polygon.planning.local_updates import LocalUpdates, local_updates
 from polygon.planning.objectives import objective_named

@@ -16,7 +16,7 @@ from typing import Any
 
 from polygon.api.choices import OBJECTIVES
 from polygon.commands import cli
-from polygon.planning.clock import Clock
+from polygon.domain.clock import Clock
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
+from polygon.domain.clock import Clock
 from polygon.domain.errors import InputError
-from polygon.planning.clock import Clock
 
 if TYPE_CHECKING:
     from polygon.api.plans import Plan

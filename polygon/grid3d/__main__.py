@@ -17,6 +17,7 @@ from dataclasses import fields
 from typing import Any
 
 from polygon.commands import cli
+from polygon.domain.clock import Clock
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message
 from polygon.domain.plan import RECOMPUTE
@@ -27,7 +28,6 @@ from polygon.grid3d.grid_rows import FIELDS, Case, case_of
 from polygon.grid3d.searcher import Constants, SearcherCase, is_metadata, metadata_of, read_metadata
 from polygon.grid3d.splits import EVERYTHING, GridOptions, all_splits
 from polygon.grid3d.spread import BACKENDS
-from polygon.planning.clock import Clock
 
 COST_MODELS = ("polygon", "seed003")
 TRIED = ("cp", "ep", "micro_batch_size", "zero", "recompute", "schedule", "interleave", "sequence_parallel")

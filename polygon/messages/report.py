@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from polygon.bounds.gap import Bounds
 from polygon.cost.convergence import assumptions, packings_inside
 from polygon.cost.estimate import Estimate
-from polygon.cost.money import TrainingRun
+from polygon.cost.money import TrainingRun, unpowered
 from polygon.domain.groups import Groups
 from polygon.domain.message import TRAFFIC_UNITS, Message
 from polygon.domain.plan import Plan, Problem, Stage
@@ -315,7 +315,7 @@ def counted_as_nothing(problem: Problem, plan: Plan) -> tuple[list[str], list[st
     those that count as drawing nothing, because their maker does not say what they draw."""
     pools = [problem.cluster.pools[worker.pool] for worker in plan.workers]
     free = {pool.device.name for pool in pools if not pool.price_usd_per_hour}
-    return sorted(free), sorted({pool.device.name for pool in pools if not pool.device.power_w})
+    return sorted(free), unpowered(problem, plan)
 
 
 def describe_nothing(free: Sequence[str], idle: Sequence[str]) -> str:

@@ -16,12 +16,12 @@ from dataclasses import replace
 import numpy as np
 
 from polygon.cost.tables import CostTables
+from polygon.domain.clock import Clock
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.allocation_bound import floors_s, limits_of
 from polygon.planning.candidates import Candidates
-from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting

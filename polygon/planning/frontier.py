@@ -19,11 +19,11 @@ import numpy as np
 
 from polygon.cost.money import Bill, excesses
 from polygon.cost.tables import CostTables, Measurements
+from polygon.domain.clock import Clock
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.checker import violations
-from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.objectives import (
     ENERGY,

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
+from polygon.domain.clock import Clock
 from polygon.domain.message import Message
-from polygon.planning.clock import Clock
 from polygon.planning.telling import STARTS, Tell, in_round
 
 if TYPE_CHECKING:

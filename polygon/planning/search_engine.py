@@ -13,6 +13,7 @@ import numpy as np
 from polygon.cost.convergence import at_parity
 from polygon.cost.money import Bill
 from polygon.cost.tables import CostTables
+from polygon.domain.clock import Clock
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
@@ -26,7 +27,6 @@ from polygon.planning.candidates import (
     leaves_out,
     used_of,
 )
-from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
 from polygon.planning.fitted_starts import Fitted, fitted, in_setting
 from polygon.planning.fluid import CUTS

@@ -22,7 +22,7 @@ import polygon
 from polygon.__main__ import main
 from polygon.api import choices, inputs, planner
 from polygon.commands import cli
-from polygon.planning import clock
+from polygon.domain import clock
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.objectives import OBJECTIVES
 

@@ -9,8 +9,8 @@ import pytest
 from polygon.api import planner
 from polygon.commands.evaluate import main as evaluate
 from polygon.commands.pareto import main as pareto
+from polygon.domain import clock
 from polygon.formats import files
-from polygon.planning import clock
 from polygon.planning.checker import violations
 from polygon.search import _simpler
 from polygon.search import main as search

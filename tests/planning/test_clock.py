@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from polygon.domain import clock as clocks
+from polygon.domain.clock import Clock
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
-from polygon.planning import clock as clocks
 from polygon.planning import exact, frontier, search_engine
-from polygon.planning.clock import Clock
 from polygon.planning.exact import find_optimum
 from polygon.planning.frontier import find_front
 from polygon.planning.search_engine import Effort, find_in_rounds, find_plan

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.commands.generate import generate
+from polygon.domain.clock import Clock
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
 from polygon.formats import catalogue
 from polygon.planning import search_engine as engine
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
-from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.fitted_starts import Fitted, fitted, in_setting
 from polygon.planning.fluid import NO_MEMORY

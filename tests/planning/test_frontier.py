@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from polygon.cost.money import priced
+from polygon.domain import clock
 from polygon.domain.message import Message, say
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
-from polygon.planning import clock, frontier
+from polygon.planning import frontier
 from polygon.planning.frontier import Collection, _between, _seed_of, find_front, find_within_limits
 from polygon.planning.search_engine import Effort
 from tests.linked_regions import cluster_of, small_gpt

@@ -15,6 +15,7 @@ from polygon.cost.calibration import Calibration
 from polygon.cost.estimate import estimate
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.clock import Clock
 from polygon.domain.groups import Groups
 from polygon.domain.model import Batch
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Problem
@@ -22,7 +23,6 @@ from polygon.formats import catalogue
 from polygon.planning import search_engine as engine
 from polygon.planning.candidates import Candidates, NothingNew, leaves_out, used_of
 from polygon.planning.checker import violations
-from polygon.planning.clock import Clock
 from polygon.planning.decode import Allocation, Decoder, Infeasible, most_stages
 from polygon.planning.efforts import QUICK
 from polygon.planning.frontier import find_within_limits

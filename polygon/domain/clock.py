@@ -1,4 +1,4 @@
-"""How long an answer has taken and may still take: the one place where planning reads the time."""
+"""How long an answer has taken and may still take: the one place where planning and the grid read the time."""
 
 from __future__ import annotations
 
