@@ -39,6 +39,8 @@ from polygon.planning.telling import Tell
 
 BOUND_PART, MOST_BOUND_S = 0.15, 10.0
 """Of a time limit, what is kept for the bound, and the most: a search of 10,000 devices takes so long for it."""
+BOUND_AFTER_INTERRUPT_S = 2.0
+"""Seconds that the bound of an interrupted answer may take: who presses Ctrl-C wants what there is."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -318,7 +320,7 @@ class Problem:
             tables=self.tables,
             jobs=jobs,
         )
-        bound = self._bound_within(clock) if points else None
+        bound = self._bound_within(clock, interrupted=met.interrupted) if points else None
         return Front(
             plans=tuple(Plan(self, replace(point.plan, seed=seed), bound) for point in points),
             bills=tuple(point.bill for point in points),
@@ -331,9 +333,11 @@ class Problem:
             title=f"{data.model.name} on {data.cluster.name}",
         )
 
-    def _bound_within(self, clock: Clock) -> LowerBound | None:
-        """The bound as far as an answer's time allows; None without a limit: worked out when it is asked for."""
-        return lower_bound(self.tables, seconds_left=clock.left_s) if math.isfinite(clock.limit_s) else None
+    def _bound_within(self, clock: Clock, *, interrupted: bool) -> LowerBound | None:
+        """The bound as far as an answer's time allows, and whoever interrupted it; None without a limit: worked out
+        when it is asked for."""
+        ends = Clock(min(clock.left_s(), BOUND_AFTER_INTERRUPT_S)) if interrupted else clock
+        return lower_bound(self.tables, seconds_left=ends.left_s) if math.isfinite(ends.limit_s) else None
 
     def _limits(self, effort: EffortName | int | Effort, clock: Clock, until_gap: float | None) -> Effort:
         """How long to search, and what is good enough to end before that."""
@@ -365,7 +369,8 @@ class Problem:
         """What a search found, priced."""
         plan = None
         if found.plan is not None:
-            plan = Plan(self, replace(found.plan, seed=seed), self._bound_within(clock))
+            bound = self._bound_within(clock, interrupted=found.interrupted)
+            plan = Plan(self, replace(found.plan, seed=seed), bound)
         assert plan is None or not plan.violations(), "the search made a plan that breaks a rule"
         ended: Status = "infeasible" if plan is None else "proved" if found.proved else "feasible"
         return Result(

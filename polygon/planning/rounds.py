@@ -34,6 +34,8 @@ TOLD_S = 0.1
 """How often a process tells how far it is, and hears of others."""
 WORTH_S = 5.0
 """A search that is over sooner gets no help: a process takes two to three seconds before it can begin."""
+OTHERS_S = 2.0
+"""How long one who interrupts waits for what the other processes have, where this one has something."""
 READY, TOLD, FOUND, FAILED = range(4)
 """What a process says: that it can begin; phase, part and best value; what a round has found; why it could not."""
 
@@ -112,7 +114,8 @@ class _Rounds(Generic[Made]):
         self._parts = [0.0] * len(self._efforts)
         self._jobs = jobs
         self._best = math.inf
-        self._interrupted = False
+        self._interrupted: Clock | None = None
+        """How long to wait for the others since."""
         self._helpers: list[_Helper] = []
         self._due = _NowAndThen(TOLD_S)
 
@@ -137,7 +140,7 @@ class _Rounds(Generic[Made]):
                     pass
             if not self._found:
                 raise
-        return [self._found[i] for i in sorted(self._found) if i <= self._last], self._interrupted
+        return [self._found[i] for i in sorted(self._found) if i <= self._last], self._interrupted is not None
 
     def _make_next(self) -> bool:
         """Make the next round here; whether there was one."""
@@ -178,8 +181,8 @@ class _Rounds(Generic[Made]):
 
     def _interrupt(self) -> None:
         """Let no other round begin, and those of the others end."""
-        if not self._interrupted:
-            self._interrupted = True
+        if self._interrupted is None:
+            self._interrupted = Clock(OTHERS_S)
             self._stop(after=-1)
 
     def _stop(self, after: int) -> None:
@@ -216,7 +219,9 @@ class _Rounds(Generic[Made]):
         return sum(part * size for part, size in zip(self._parts, sizes, strict=False)) / sum(sizes)
 
     def _attend(self) -> bool:
-        """Wait for the others, and tell how far they are; whether any makes a round."""
+        """Wait for the others, and tell how far they are; whether any makes a round that is waited for."""
+        if self._found and self._interrupted is not None and self._interrupted.left_s() <= 0:
+            return False
         working = {helper.index: helper.phase for helper in self._helpers if helper.index is not None}
         if working:
             self._say(min(working), working[min(working)])

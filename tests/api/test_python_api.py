@@ -235,6 +235,18 @@ def test_progress_is_told_and_may_end_the_search():
     assert stopped.plan is not None and stopped.plan.violations() == []
 
 
+def test_who_interrupts_does_not_wait_for_the_bound(monkeypatch):
+    """It is as whole as a moment allows; asked for by itself it is whole."""
+    monkeypatch.setattr(planner, "BOUND_AFTER_INTERRUPT_S", 0.0)
+
+    def progress(*told):
+        raise KeyboardInterrupt
+
+    stopped = pair_problem().search(effort=SMALL, progress=progress)
+    assert stopped.status == "interrupted" and stopped.bound.cut_short
+    assert not stopped.plan.problem.bound().cut_short
+
+
 def test_what_does_not_fit_is_a_result_with_its_reason():
     """No plan, no estimate, no gap; the reason says by how much."""
     found = polygon.Problem(

@@ -1,5 +1,6 @@
 """Searches side by side in processes: what one after another finds, whatever becomes of the processes."""
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -73,9 +74,10 @@ def goes_on_elsewhere(index, effort, tell):
 
 @pytest.fixture(autouse=True)
 def nothing_may_end_yet(monkeypatch):
-    """And every search takes long enough for help."""
+    """And every search takes long enough for help; who interrupts waits for what others have."""
     GO.clear()
     monkeypatch.setattr(rounds, "WORTH_S", 0.0)
+    monkeypatch.setattr(rounds, "OTHERS_S", math.inf)
 
 
 def never(made):
@@ -217,6 +219,18 @@ def test_an_interrupt_ends_all_rounds_with_what_they_have():
 
     made, interrupted = in_rounds(goes_on_elsewhere, FIVE, tell, never, 2)
     assert interrupted and made == [Made(0, interrupted=True), Made(1, interrupted=True)]
+
+
+def test_who_interrupts_does_not_wait_for_ever(monkeypatch):
+    """For another process that is in the middle of something, where there is a plan already."""
+    monkeypatch.setattr(rounds, "OTHERS_S", 0.0)
+
+    def tell(phase, part, best):
+        if best == 9.0:  # the second is under way
+            raise KeyboardInterrupt
+
+    made, interrupted = in_rounds(goes_on_elsewhere, FIVE, tell, never, 2)
+    assert interrupted and made == [Made(0, interrupted=True)]
 
 
 def test_an_interrupt_before_anything_is_found_is_one():
