@@ -27,6 +27,10 @@ ROUNDED = 1e-9
 """Part of a step below which a term is what rounding has left of nothing."""
 
 
+FREE = 1e-5
+"""Dollars for a million tokens below which a plan costs nothing: the step's time tells equal ones apart."""
+
+
 CUT_SHORT = "; no time for stages and regions"
 """Of a bound that a time limit cut short."""
 
@@ -63,7 +67,7 @@ def valued(objective: str, value: float) -> Message | str:
     if objective == "energy":
         return Message("value.energy", kwh=written_out(value / 3.6e6))
     if objective == "tokens-per-usd":
-        return Message("value.tokens", tokens=written_out(-value))
+        return Message("value.tokens", tokens=written_out(1e6 / value) if value > FREE else "∞")
     return seconds(value)
 
 

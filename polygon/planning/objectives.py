@@ -47,7 +47,9 @@ class Objective:
 STEP_TIME = Objective(name="time", value=lambda bill: bill.step_s, unit="s")
 MONEY = Objective(name="money", value=lambda bill: bill.usd, unit="USD")
 ENERGY = Objective(name="energy", value=lambda bill: bill.energy_j, unit="J")
-TOKENS_PER_USD = Objective(name="tokens-per-usd", value=lambda bill: -bill.tokens_per_usd, unit="tokens/USD, negated")
+TOKENS_PER_USD = Objective(
+    name="tokens-per-usd", value=lambda bill: 1e6 * bill.usd / bill.tokens, unit="USD per million tokens"
+)
 
 OBJECTIVES = {objective.name: objective for objective in (STEP_TIME, MONEY, ENERGY, TOKENS_PER_USD)}
 """By the names that the command line knows."""

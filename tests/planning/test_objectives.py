@@ -101,6 +101,21 @@ def test_another_objective_is_no_worse_by_itself_than_the_fastest_plan(problem, 
     assert violations(problem, best.plan) == []
 
 
+def test_where_nothing_costs_money_the_fastest_plan_has_most_tokens_for_it():
+    """As many as one likes for nothing is no number to search by: the same search as for time, and as long."""
+    free = problem_of(THREE, egress_usd_per_gb=0.0)
+    regions = [
+        replace(region, node_groups=tuple(replace(group, price_usd_per_hour=0.0) for group in region.node_groups))
+        for region in free.cluster.regions
+    ]
+    free = replace(free, cluster=replace(free.cluster, regions=tuple(regions)))
+    names = "tokens-per-usd", "time"
+    tokens, time = (find_within_limits(free, 0, objective=objective_named(name), effort=SHORT) for name in names)
+    assert tokens.plan is not None and 0 < tokens.value_s < 1e-5
+    assert tokens.bills[0][0].step_s <= time.bills[0][0].step_s * 1.001
+    assert tokens.evaluations <= 2 * time.evaluations
+
+
 @settings(max_examples=cases(2), deadline=None)
 @given(problem=problems(), parts=st.lists(st.floats(0.5, 1.3), min_size=2, max_size=2))
 def test_a_budget_gives_the_best_that_was_met_and_a_tighter_one_none_that_is_much_faster(problem, parts):

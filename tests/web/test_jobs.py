@@ -156,7 +156,8 @@ def test_a_search_for_little_money_tells_money(store, monkeypatch):
 @pytest.mark.parametrize(
     ("objective", "value", "said"),
     [("time", 2.5, "2.50 s"), ("energy", 3.6e7, Message("value.energy", kwh="10")),
-     ("tokens-per-usd", -123456.0, Message("value.tokens", tokens="123,456")),
+     ("tokens-per-usd", 1e6 / 123456.0, Message("value.tokens", tokens="123,456")),
+     ("tokens-per-usd", 2e-9, Message("value.tokens", tokens="∞")),
      ("money", 2e15, Message("value.over")), ("time", float("inf"), "—")],
 )  # fmt: skip
 def test_what_a_search_has_found_has_a_unit(objective, value, said):
