@@ -124,6 +124,12 @@ class LevelsRoom(NamedTuple):
     """(1,) whether all pairs of nodes have as much, and messages cost their hosts nothing, in any case: for bounds."""
     trees: np.ndarray
     """(1,) whether regions sum over the trees that let most pass, where that is sooner (`over_trees_s`)."""
+    tree_s: np.ndarray
+    """(1,) seconds in which these then keep every link busy; 0 where regions sum in equal parts."""
+    rates: np.ndarray
+    """(regions, regions) bytes/s between these, the slower of both ways, 0 with itself."""
+    parts: np.ndarray
+    """(regions,) of what each adds up, where parts are not equal."""
     latency_s: np.ndarray
     bytes_per_s: np.ndarray
     """(regions,) of a message between two nodes of each."""
@@ -141,8 +147,12 @@ def levels_room(pools: int, regions: int) -> LevelsRoom:
     first, nodes, places, leaders, turns = np.zeros((5, most), dtype=np.int64)
     messages, latency, rate, near = np.zeros((4, most))
     comes, goes = np.zeros((2, 3, most))
-    ideal, trees = np.zeros((2, 1), dtype=np.bool_)
-    return LevelsRoom(first, nodes, places, leaders, turns, messages, ideal, trees, latency, rate, near, comes, goes)
+    (ideal, trees), tree_s = np.zeros((2, 1), dtype=np.bool_), np.zeros(1)
+    rates, parts = np.zeros((most, most)), np.zeros(most)
+    return LevelsRoom(
+        first, nodes, places, leaders, turns, messages, ideal, trees, tree_s, rates, parts, latency, rate, near, comes,
+        goes,
+    )  # fmt: skip
 
 
 @kernel
@@ -353,6 +363,7 @@ def across_of(
     looked at, not three times. Other parameters are those of `levels_s`.
     """
     across_s, far_s, all_rates, least_rate = 0.0, 0.0, 0.0, np.inf
+    room.tree_s[0] = 0.0
     for k in range(found):
         for i in range(3):
             room.comes[i, k], room.goes[i, k] = 0.0, 0.0
@@ -362,6 +373,7 @@ def across_of(
             latency, rate = between(a, b, pools, part_bytes, pair_share, links, places, whole, room)
             if rate == 0:
                 return np.inf, latency
+            room.rates[a, b] = max(0.0, rate)
             if rate > 0:
                 part_s = part_bytes / rate
                 rates += rate
@@ -381,10 +393,49 @@ def across_of(
             nodes += room.leaders[a]
             messages_s = max(messages_s, room.messages_s[a]) if links.message_s > 0 else 0.0
         if room.trees[0] and not room.ideal[0] and places == found <= TREE_REGIONS and nodes <= TREE_NODES:
+            busy_s = max(unequal_parts_s(part_bytes * places, found, room), messages_s)
+            latency_s = far_s
+            if far_s + (1 + last) * busy_s < across_s:
+                across_s, room.tree_s[0] = far_s + (1 + last) * busy_s, busy_s
             trees_s = over_trees_s(part_bytes * places, places, all_rates, least_rate, messages_s, last)
             if TREES_FAR * far_s + trees_s < across_s:
-                return TREES_FAR * far_s + trees_s, TREES_FAR * far_s
+                across_s, latency_s = TREES_FAR * far_s + trees_s, TREES_FAR * far_s
+                room.tree_s[0] = least_over_trees_s(part_bytes * places, places, all_rates, least_rate)
+            return across_s, latency_s
     return across_s, far_s
+
+
+@kernel
+def unequal_parts_s(wire_bytes: float, regions: int, room: LevelsRoom) -> float:
+    """Seconds in which links are busy where every region adds up a part of its own, as much as its links let it.
+
+    The link between a and b carries the parts of both, each way. So parts p add up to most where p_a + p_b is no more
+    than each passes in the time: half of the slowest link of each, and then what is left, one region after another,
+    those with the fastest first.
+    """
+    rates, parts, total = room.rates, room.parts, 0.0
+    for a in range(regions):
+        least = np.inf
+        for b in range(regions):
+            if b != a:
+                rates[a, b] = rates[b, a] = min(rates[a, b], rates[b, a])
+                least = min(least, rates[a, b])
+        parts[a] = least / 2
+    for _ in range(regions):
+        best, more = 0, 0.0
+        for a in range(regions):
+            left = np.inf
+            for b in range(regions):
+                if b != a:
+                    left = min(left, rates[a, b] - parts[b])
+            if left - parts[a] > more:
+                best, more = a, left - parts[a]
+        if more == 0.0:
+            break
+        parts[best] += more
+    for a in range(regions):
+        total += parts[a]
+    return wire_bytes / total if total > 0 else np.inf
 
 
 @kernel

@@ -356,7 +356,19 @@ class Decoder:
                 if self.by_time and isinstance(found[-1], Plan) and found[-1].local_steps == 1:
                     known_s = min(known_s, self.plan_value(found[-1]))
         plans = [plan for plan in found if isinstance(plan, Plan)]
-        return min(plans, key=self.plan_value) if plans else found[0]
+        return self._otherwise_divided(min(plans, key=self.plan_value)) if plans else found[0]
+
+    def _otherwise_divided(self, plan: Plan) -> Plan:
+        """The plan, or where one stage in several regions is all of it, that with ZeRO's level whose step is shortest:
+        the relaxation knows nothing of regions that lead by turns (`Plan.gradient_everywhere`)."""
+        stage = plan.stages[0]
+        regions = len(np.unique(self.tables.placement(plan).region))
+        if len(plan.stages) > 1 or regions == 1 or plan.local_steps > 1 or stage.ep > 1:
+            return plan
+        others = (
+            replace(plan, stages=(replace(stage, zero=zero, shards=0),)) for zero in range(4) if zero != stage.zero
+        )
+        return min([plan, *(other for other in others if not self._over_memory(other).any())], key=self.plan_value)
 
     def _decode_cut(
         self,

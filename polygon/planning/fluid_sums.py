@@ -57,7 +57,7 @@ def price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, op
             update = max(update, here * bank.update_s_per_parameter[c])
         of.update[s] = update
         of.tied[s], of.tied_inside[s] = (tied, tied_inside) if s == 0 or s == n - 1 else (0.0, 0.0)
-        of.whole[s], of.last[s], of.inside[s], of.inside_last[s] = 0.0, 0.0, 0.0, 0.0
+        of.whole[s], of.last[s], of.inside[s], of.inside_last[s], of.tree_s[s] = 0.0, 0.0, 0.0, 0.0, 0.0
         more = (bank.ep - 1) * of.spread_bytes[s]
         of.card_bytes[s] = (of.n_bytes[s] + more) * _summed_part(bank, options[ZERO, s])
         of.wire_bytes[s] = (of.n_bytes[s] + more) * (1.0 if stages.plain[0] else bank.packed_ratio)
@@ -71,12 +71,13 @@ def price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, op
             depth = float(bounds[s + 1] - bounds[s])
             _, last = seen_parts(depth, part, bank.overlap)
             gather_s = _find_sum(bank, work, s, depth, options[ZERO, s], last, work.apart)
+            of.tree_s[s] = work.levels.tree_s[0]
             if packs:  # where nodes send one another packed gradients, if that is sooner
                 whole, ended = of.whole[s], of.last[s]
                 inside, inside_ended = of.inside[s], of.inside_last[s]
                 packed_gather_s = _find_sum(bank, work, s, depth, options[ZERO, s], last, work.packs)
                 if of.whole[s] < whole:
-                    gather_s = packed_gather_s
+                    gather_s, of.tree_s[s] = packed_gather_s, work.levels.tree_s[0]
                     for a in regions:
                         work.packed[s, a] = work.packs[a]
                 else:
@@ -284,12 +285,14 @@ def with_reductions(
         free = cards_free_s(
             bank, hosts, n, regions, nodes, of.card_bytes, of.wire_bytes, work.packed, of.begin, of.tail
         )
-        step = pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, of.begin, of.tail, max(step, free))
+        step = pairs_free_s(
+            bank, hosts, n, regions, nodes, of.wire_bytes, of.tree_s, of.begin, of.tail, max(step, free)
+        )
         if local_steps > 1:
             find_sums(hosts, n, nodes, work.plain, bank.links.sum_turns)
             free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.zeros, work.plain, of.begin, of.tail)
             local_step = max(local_step, free)
-            outer = pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, of.zeros, of.zeros, outer)
+            outer = pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, of.tree_s, of.zeros, of.zeros, outer)
     if norm > 0:
         step, local_step = step + norm + update, local_step + update
     local_step += outer / local_steps

@@ -32,6 +32,8 @@ class Reductions(NamedTuple):
     wire_bytes: np.ndarray
     """Gradient bytes of a worker, of these the experts' where workers spread them; of all experts what nodes of a
     region sum at the end of a step, and what goes from place to place."""
+    tree_s: np.ndarray
+    """Seconds in which a sum over trees keeps links between regions busy (`LevelsRoom`), 0 of one in equal parts."""
     begin: np.ndarray
     tail: np.ndarray
     zeros: np.ndarray
@@ -109,7 +111,7 @@ def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
     whole, last, inside, inside_last, update, tied, tied_inside, *sizes = np.zeros((11, rows))
     n_bytes, spread, card_bytes, wire_bytes = sizes
-    begin, tail, zeros, late = np.zeros((4, rows))
+    begin, tail, zeros, late, tree_s = np.zeros((5, rows))
     return Reductions(
         whole=whole,
         last=last,
@@ -122,6 +124,7 @@ def reductions_for(rows: int) -> Reductions:
         spread_bytes=spread,
         card_bytes=card_bytes,
         wire_bytes=wire_bytes,
+        tree_s=tree_s,
         begin=begin,
         tail=tail,
         zeros=zeros,

@@ -353,13 +353,15 @@ def pairs_free_s(
     regions: np.ndarray,
     nodes: np.ndarray,
     wire_bytes: np.ndarray,
+    tree_s: np.ndarray,
     begin_s: np.ndarray,
     tail_s: np.ndarray,
     least_s: float,
 ) -> float:
     """When stages that share node pairs between regions have reduced and done the rest; no less than `least_s`.
 
-    Parameters are those of `cards_free_s`.
+    Parameters are those of `cards_free_s`, and `tree_s`, shape (rows,): seconds in which a stage keeps every link busy
+    that sums over trees, 0 of one that sums in equal parts.
     """
     latest = least_s
     for a in regions:
@@ -370,14 +372,17 @@ def pairs_free_s(
             end, tail, users = 0.0, 0.0, 0
             for s in range(n - 1, -1, -1):
                 if nodes[s, a] > 0 and nodes[s, b] > 0:
-                    sent = _sent_bytes(hosts, s, a, b, wire_bytes[s])
-                    end = max(end, begin_s[s]) + sent * _largest_part(hosts, nodes, s, a, b) / rate
+                    busy = tree_s[s]
+                    if busy == 0:
+                        sent = _sent_bytes(hosts, s, a, b, wire_bytes[s])
+                        busy = sent * _largest_part(hosts, nodes, s, a, b) / rate
+                    end = max(end, begin_s[s]) + busy
                     tail = max(tail, tail_s[s])
                     users += 1
             if users > 1 and end + tail > latest:  # if all were on one node pair
                 for s in range(n - 1, -1, -1):
                     if nodes[s, a] > 0 and nodes[s, b] > 0:
-                        free = _pair_free_s(hosts, nodes, n, s, a, b, wire_bytes, 1 / rate, begin_s, tail_s)
+                        free = _pair_free_s(hosts, nodes, n, s, a, b, wire_bytes, tree_s, 1 / rate, begin_s, tail_s)
                         latest = max(latest, free)
     return latest
 
@@ -405,6 +410,7 @@ def _pair_free_s(
     a: int,
     b: int,
     wire_bytes: np.ndarray,
+    tree_s: np.ndarray,
     s_per_byte: float,
     begin_s: np.ndarray,
     tail_s: np.ndarray,
@@ -419,7 +425,10 @@ def _pair_free_s(
             for t in range(n - 1, s - 1, -1) if hosts.above[other] != NONE else range(0):
                 part = _part_of_pair(hosts, nodes, t, a, b, hosts.node[e], hosts.node[other])
                 if part > 0:
-                    end = max(end, begin_s[t]) + _sent_bytes(hosts, t, a, b, wire_bytes[t]) * part * s_per_byte
+                    busy = tree_s[t]
+                    if busy == 0:
+                        busy = _sent_bytes(hosts, t, a, b, wire_bytes[t]) * part * s_per_byte
+                    end = max(end, begin_s[t]) + busy
                     tail = max(tail, tail_s[t])
                     users += 1
             if users > 1:

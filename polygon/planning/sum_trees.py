@@ -92,15 +92,32 @@ def with_quick_sums(plan: Plan, tables: CostTables, times: StepTimes) -> Plan:
     schedule = times.schedule
     shares = np.bincount(schedule.routes.ravel(), minlength=len(schedule.forward_s))
     busiest_s = float((shares * (schedule.forward_s + schedule.backward_s)).max())
+    given, several = plan, []
     for group in able_groups(plan, tables.problem):
         least, mine = _seen_s(times, group), times.place.node[times.place.members(group)]
-        some = least > VISIBLE * busiest_s and len(np.unique(mine)) <= TREE_NODES
-        for dearness in QUICK if some else ():
+        if least <= VISIBLE * busiest_s or len(np.unique(mine)) > TREE_NODES:
+            continue
+        several.append(group)
+        for dearness in QUICK:
             draft = drafted(plan, tables, [group], dearness)
             found = least if draft is plan else _seen_s(unpaced_times(draft, tables), group)
             if found < (1 - GAIN) * least:
                 plan, least = draft, found
+    if len(several) == 1 or plan is given:
+        return plan
+    least = _seen_together_s(unpaced_times(plan, tables), several)
+    for dearness in QUICK:
+        draft = drafted(plan, tables, several, dearness)
+        found = least if draft is plan else _seen_together_s(unpaced_times(draft, tables), several)
+        if found < (1 - GAIN) * least:
+            plan, least = draft, found
     return plan
+
+
+def _seen_together_s(times: StepTimes, groups: Sequence[int]) -> float:
+    """The same of several groups: of the longest, or as long as a pair of nodes is busy with all of them."""
+    busy_s = float(times.shared_pairs_s.sum(axis=1).max(initial=0.0))
+    return max(busy_s, max(_seen_s(times, group) for group in groups))
 
 
 def _seen_s(times: StepTimes, group: int) -> float:

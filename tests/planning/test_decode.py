@@ -119,3 +119,17 @@ def test_experts_that_nobody_can_share_alike_are_no_plan():
     decoder = Decoder(problem)
     found = decoder.decode(replace(allocation(decoder, ("a100-40gb", 2, 1), micro_batch_size=1), ep=2), relax=False)
     assert not isinstance(found, Plan) and found.reason.kind == "reason.expert_shares"
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e8, 5e8, 2e9])
+def test_one_stage_in_several_regions_divides_as_is_quickest(bytes_per_s):
+    """Regions lead by turns where all have the whole gradient, which the relaxation does not know."""
+    cluster = cluster_of([[("a100-40gb", 1, 2)]] * 4, latency_s=0.05, bytes_per_s=bytes_per_s)
+    model = small_gpt(blocks=16, hidden_size=2048, head_dim=128, ffn_size=8192)
+    decoder = Decoder(Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=512)))
+    workers = np.zeros((1, len(decoder.classes)), dtype=np.int64)
+    workers[0, [tp == 1 for _, tp in decoder.classes]] = 2
+    plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1))
+    others = [replace(plan, stages=(replace(plan.stages[0], zero=zero, shards=0),)) for zero in range(4)]
+    fitting = [other for other in others if not violations(decoder.problem, other)]
+    assert decoder.plan_value(plan) <= min(map(decoder.plan_value, fitting)) * (1 + 1e-9)
