@@ -198,6 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PolygonError as error:
         print(f"dist_runner: {error}", file=sys.stderr)  # noqa: T201
         return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:  # before the first step, or when all is done: between, steps end first
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

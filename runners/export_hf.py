@@ -22,7 +22,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
-from polygon.commands.cli import ProgramParser
+from polygon.commands import cli
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.model import Model
 from polygon.formats.files import read_json, read_model
@@ -44,9 +44,9 @@ BESIDE = (
 T = TypeVar("T")
 
 
-def make_parser() -> ProgramParser:
+def make_parser() -> cli.ProgramParser:
     """The command line."""
-    parser = ProgramParser("export_hf", __doc__)
+    parser = cli.ProgramParser("export_hf", __doc__)
     parser.add_argument("checkpoint", type=Path, help="folder of --checkpoint-dir, or of one step in it")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="new or empty folder")
     parser.add_argument("--step", type=int, help="default: the newest that is whole")
@@ -317,4 +317,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main))

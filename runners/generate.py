@@ -17,7 +17,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
-from polygon.commands.cli import ProgramParser
+from polygon.commands import cli
 from polygon.domain.errors import InputError, Phrase, PolygonError, require
 from runners.data.choice import tokenizer_of
 from runners.engine.arguments import require_torch
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from runners.engine.saved_weights import SavedWeights
 
 
-def make_parser() -> ProgramParser:
+def make_parser() -> cli.ProgramParser:
     """The command line."""
-    parser = ProgramParser("generate", __doc__)
+    parser = cli.ProgramParser("generate", __doc__)
     parser.add_argument("model", type=Path, help="folder of Hugging Face, of --checkpoint-dir, or of one step in it")
     parser.add_argument("--prompt", required=True, help="text to go on with")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="at most (default %(default)s)")
@@ -148,4 +148,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -223,6 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         say(f"train: memory: {error or 'no more of it'}")
         return 1
+    except KeyboardInterrupt:  # ranks, once there, are asked to end and say so
+        say("interrupted")
+        return 128 + signal.SIGINT
     if summary:
         from runners.engine.summary import print_summary
 

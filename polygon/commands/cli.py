@@ -25,14 +25,13 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import Any, NoReturn
 
-from polygon.commands.interrupts import say_interrupted
+from polygon.commands.interrupts import is_ours, say_interrupted
 from polygon.domain.errors import InputError, fault, located, one_of, require
 from polygon.domain.message import Message
 from polygon.domain.model import Batch
 from polygon.domain.optimizer import OPTIMIZERS
 
-_program = getattr(sys.modules["__main__"], "__spec__", None)
-if _program is not None and _program.name.startswith("polygon."):  # a command that has yet to import the rest of itself
+if is_ours(sys.modules["__main__"]):  # a command that has yet to import the rest of itself
     sys.excepthook = say_interrupted
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_INFEASIBLE = 0, 2, 3

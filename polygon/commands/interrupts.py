@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+
+def is_ours(program: ModuleType) -> bool:
+    """Whether what Python was started with is a command of polygon or a program of `runners`, by name or by path."""
+    spec, path = getattr(program, "__spec__", None), getattr(program, "__file__", None)
+    folder = Path(path or "").parent.name if spec is None else spec.name.partition(".")[0]
+    return folder == "runners" or (spec is not None and spec.name.startswith("polygon."))
 
 
 def say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -67,10 +67,13 @@ def test_the_page_of_commands_has_every_exit_code():
 
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError"])
-def test_an_interrupt_while_a_command_is_imported_is_one_line(error, tmp_path):
+@pytest.mark.parametrize(
+    "program", [["-m", "polygon.init"], ["-m", "runners.launch"], [str(ROOT / "runners/dist_runner.py")]], ids=str
+)
+def test_an_interrupt_while_a_command_is_imported_is_one_line(program, error, tmp_path):
     """Ctrl-C in the first second ends by SIGINT as later, without a traceback; a fault of ours keeps its own."""
     (tmp_path / "numpy.py").write_text(f"raise {error}")
-    command = [sys.executable, "-m", "polygon.init", "--help"]
+    command = [sys.executable, *program, "--help"]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if error == "KeyboardInterrupt":

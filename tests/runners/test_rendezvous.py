@@ -1,6 +1,7 @@
 """What keeps ranks from meeting is one line that says what to do."""
 
 import os
+import signal
 import socket
 import threading
 from contextlib import ExitStack
@@ -101,6 +102,22 @@ def test_all_ranks_that_did_not_come_are_named():
             InputError, match=rf"^{named} did not come in 0.5 s \(--timeout\): 1 of {world_size} are here"
         ):
             agree(others, 0, world_size, "run", "code", "data", "127.0.0.1")
+
+
+def test_who_interrupts_a_rank_that_waits_for_the_others_reads_a_line(tmp_path):
+    """No traceback, and the exit code says the signal."""
+    write_plan(tmp_path / "plan.json", *routed_problem(2))
+    port = free_port()
+    words = ["--plan", "plan.json", "--dist-url", f"tcp://127.0.0.1:{port}", "--world-size", 2, "--rank", 0]
+
+    def listens():
+        with socket.socket() as mine:
+            return mine.connect_ex(("127.0.0.1", port)) == 0
+
+    with Program(dist_runner, words, tmp_path) as rank:
+        assert eventually(listens)
+        rank.send_signal(signal.SIGINT)
+        assert (rank.said(), rank.returncode) == ("interrupted\n", 130)
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback")
