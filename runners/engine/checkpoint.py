@@ -66,6 +66,10 @@ class SavedProgress:
     seed: int = 0
     data: str = ""
     """Digest of what was read."""
+    loss_scale: float = 0.0
+    """By which losses are multiplied in fp16; 0: they are not, or it is not known."""
+    good_steps: int = 0
+    """Steps without overflow since the scale was last halved."""
 
 
 def canonical(model: Model, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import threading
@@ -270,6 +271,7 @@ class Training:
         here = self.progress.data
         found, states = self.checkpoints.load(step, names, self.options.seed)
         self.progress = replace(found, data=here)
+        self._resume_scaling(found)
         if self.rank == 0 and found.data not in ("", here):
             self._say(f"other data than the checkpoint's: going on with sample {found.samples} of what is read now")
         self._resume_region(step, states)
@@ -279,6 +281,12 @@ class Training:
         self._resume_owed(step)
         if self.rank == 0:
             self._say(f"resumed from step {step}")
+
+    def _resume_scaling(self, found: SavedProgress) -> None:
+        """Go on with one loss scale: regions that trained by themselves, each with its own, may sum from here on."""
+        if self.rank == 0:
+            self.store.set("scaling", json.dumps([found.loss_scale, found.good_steps]))
+        self.update.resume_scaling(*json.loads(self.store.get("scaling")))
 
     def _resume_region(self, step: int, states: dict[str, dict[str, Any]]) -> None:
         """Where regions train by themselves, put the optimizer state that this one had in place of another one's."""
@@ -496,7 +504,7 @@ class Training:
                     own = {key: tensors[key] for key in self.update.state_keys if key in tensors}
                     files.setdefault(region_file(model, name, region), {})[canonical(model, name)] = own
         with self.log.interval("checkpoint", "copy for checkpoint"):
-            self.checkpoints.save(self.progress, files, self._owed())
+            self.checkpoints.save(replace(self.progress, **self.update.scaling()), files, self._owed())
 
     def _note_write_errors(self) -> None:
         """A checkpoint that could not be written is reported, not a reason to stop training."""

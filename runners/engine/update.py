@@ -103,7 +103,7 @@ class Update:
         """Updates made, over all runs; steps that overflowed are none."""
         self.buckets, self.options = list(buckets), options
         self.loss_scale = FIRST_LOSS_SCALE if scaled else 1.0
-        self._scaled, self._good_steps = scaled, 0
+        self._scaled, self.good_steps = scaled, 0
         self._pieces = [piece for bucket in buckets for piece in self._split(bucket)]
         flat = [piece for piece in self._pieces if not (self._factored or self._is_muons(piece))]
         decayed = [piece.parameter for piece in flat if self._decays(piece)]
@@ -190,7 +190,7 @@ class Update:
         if finite:
             self._step(norm, step)
         elif self._scaled:
-            self.loss_scale, self._good_steps = self.loss_scale / 2, 0
+            self.loss_scale, self.good_steps = self.loss_scale / 2, 0
         for bucket in self.buckets:
             bucket.vector.zero_()
         return finite
@@ -219,9 +219,18 @@ class Update:
             if not self._factored and (weights := bucket.updated()) is not None:
                 self._share(bucket, weights)
         self.applied += 1
-        self._good_steps += 1
-        if self._scaled and self._good_steps % GROWTH_STEPS == 0:
+        self.good_steps += 1
+        if self._scaled and self.good_steps % GROWTH_STEPS == 0:
             self.loss_scale *= 2
+
+    def scaling(self) -> dict[str, Any]:
+        """Where losses are scaled, by what, as `SavedProgress` has it; else empty."""
+        return {"loss_scale": self.loss_scale, "good_steps": self.good_steps} if self._scaled else {}
+
+    def resume_scaling(self, loss_scale: float, good_steps: int) -> None:
+        """Go on with a scale, where losses are scaled, and it is known (not 0)."""
+        if self._scaled and loss_scale:
+            self.loss_scale, self.good_steps = loss_scale, good_steps
 
     @torch.no_grad()
     def _take_orthogonal_step(self, bucket: Bucket, rate: float) -> None:

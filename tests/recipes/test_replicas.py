@@ -14,6 +14,7 @@ from torch.nn import functional
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from runners.engine.additions import add_lora
+from runners.engine.checkpoint import read_file, write_file
 from runners.recipes.backends import Job, Place, backend_of
 from runners.recipes.models import batch_of, model_of
 from runners.recipes.predicted_memory import measured_peaks
@@ -139,6 +140,20 @@ def test_the_engine_goes_on_from_torchs_checkpoint(tmp_path, alone):
     expected = alone(job_of("vit-tiny-ddp", tmp_path))
     assert [step["loss"] for step in rest] == pytest.approx([step["loss"] for step in expected[2:]], rel=1e-5)
     assert rest[-1]["validation_accuracy"] == expected[-1]["validation_accuracy"]
+
+
+def test_the_loss_scale_is_saved_and_goes_on(tmp_path):
+    """In fp16: one of 2**40, put into the files of step 1, is halved by step 2, and not begun anew with 2**16."""
+    settings = f"checkpoint={{folder: {tmp_path}/saved, resume: true}}", "memory.precision=fp16", "parallel.dp=1"
+    ran(job_of("vit-tiny-ddp", tmp_path / "first", *settings, steps=1))
+    for path in (tmp_path / "saved/step-00000001").iterdir():
+        content = read_file(path)
+        assert (content["progress"]["loss_scale"], content["progress"]["good_steps"]) == (2.0**16, 1)
+        content["progress"]["loss_scale"] = 2.0**40
+        write_file(path, content)
+    ran(job_of("vit-tiny-ddp", tmp_path / "second", *settings, steps=2))
+    found = read_file(tmp_path / "saved/step-00000002/head.layer")["progress"]
+    assert (found["loss_scale"], found["good_steps"]) == (2.0**39, 0)
 
 
 def test_an_interrupted_run_saves_and_goes_on(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from polygon.domain.errors import InputError
 from polygon.formats.files import write_plan
 from runners.dist_runner import end_process
+from runners.engine import update
 from runners.engine.checkpoint import (
     SUFFIX,
     DamagedError,
@@ -148,6 +149,30 @@ def test_scaled_losses_that_diverge_are_noticed_at_the_end(tmp_path):
     )
     with pytest.raises(RuntimeError, match=r"step 4: found loss nan .*; the last whole one is .*/step-0000000[01]"):
         run_ranks(run_rank, 2, problem, plan, options)
+
+
+def run_scaled_rank(rank, port, problem, plan, options):
+    """Steps that changed the weights, of a run whose first loss scale is too large by far."""
+    update.FIRST_LOSS_SCALE, applied = 2.0**22, {}
+
+    def note(result):
+        applied[result["step"]] = result["applied"]
+
+    train(problem, plan, rank, "127.0.0.1", port, options, on_loss=end_process, report=note)
+    return applied
+
+
+def test_the_loss_scale_goes_on(tmp_path):
+    """Who resumes in fp16, under another plan too, does not lose the steps again that found the scale."""
+    half = {ranks: routed_problem(ranks) for ranks in (1, 4)}
+    for ranks, (problem, plan) in half.items():
+        half[ranks] = dataclasses.replace(problem, batch=dataclasses.replace(problem.batch, precision="fp16")), plan
+    options = Options(steps=10, checkpoint_dir=tmp_path, resume=True)
+    first = run_ranks(run_scaled_rank, 4, *half[4], options)[0]
+    assert not first[0] and first[9], first
+    assert read_file(step_directory(tmp_path, 10) / f"blocks.2{SUFFIX}")["progress"]["loss_scale"] < 2.0**22
+    rest = run_ranks(run_scaled_rank, 1, *half[1], dataclasses.replace(options, steps=12))[0]
+    assert rest == {10: True, 11: True}
 
 
 def test_saves_of_later_steps_are_neither_counted_nor_removed(tmp_path):

@@ -100,7 +100,7 @@ class DdpReplica:
 
     def saved(self, home: Home) -> LayerFiles:
         """Checkpoints that the engine reads too."""
-        return LayerFiles(home, self.whole, self._optimizer, self._part.name)
+        return LayerFiles(home, self.whole, self._optimizer, self._part.name, self._scaler)
 
     def _state_bytes(self) -> StateBytes:
         counted = Counted()

@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from runners.engine.checkpoint import (
 )
 from runners.engine.layers import layer_name
 from runners.engine.optimizers import STATE_KEYS
+from runners.engine.update import GROWTH_STEPS
 from runners.recipes.recipe_schema import CheckpointPart, LoraPart
 from runners.recipes.replicas.whole import WholeModel
 
@@ -68,8 +69,10 @@ class Saved(Protocol):
 class LayerFiles:
     """What is trained, and its optimizer's state, layer by layer in the engine's files; ranks share the writing."""
 
-    def __init__(self, home: Home, whole: WholeModel, optimizer: torch.optim.Optimizer, name: str) -> None:
-        self._home, self._optimizer, self._keys = home, optimizer, STATE_KEYS[name]
+    def __init__(
+        self, home: Home, whole: WholeModel, optimizer: torch.optim.Optimizer, name: str, scaler: torch.amp.GradScaler
+    ) -> None:
+        self._home, self._optimizer, self._scaler, self._keys = home, optimizer, scaler, STATE_KEYS[name]
         self._trained = {_in_full_model(home.model, n): p for n, p in whole.named_parameters() if p.requires_grad}
         lora = None if home.lora is None else home.lora.additions
         prepare_folder(home.folder, resume=home.part.resume, model=home.model, seed=home.seed, lora=lora)
@@ -93,6 +96,9 @@ class LayerFiles:
                 self._optimizer.state[parameter] = {
                     "step": torch.tensor(float(state["updates"]), device=parameter.device)
                 } | kept
+        if self._scaler.is_enabled() and progress.loss_scale:
+            known = {"scale": progress.loss_scale, "_growth_tracker": progress.good_steps % GROWTH_STEPS}
+            self._scaler.load_state_dict(self._scaler.state_dict() | known)
         return progress
 
     def save(self, progress: SavedProgress) -> None:
@@ -106,6 +112,9 @@ class LayerFiles:
             kept = {key: held[key] for key in self._keys if key in held}
             state = {"value": parameter.detach()} | kept | {"updates": int(held.get("step", progress.step))}
             files.setdefault(file_of(self._home.model, name), {})[canonical(self._home.model, name)] = state
+        if self._scaler.is_enabled():
+            scaling = self._scaler.state_dict()
+            progress = replace(progress, loss_scale=scaling["scale"], good_steps=scaling["_growth_tracker"])
         mine = sorted(files)[self._home.rank :: self._home.ranks]
         self._files.save(progress, {stem: files[stem] for stem in mine}, {})
 
