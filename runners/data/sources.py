@@ -169,6 +169,11 @@ def _image_samples(model: Model, seed: int, path: Path) -> ImageSamples:
         raise InputError(f"{path}: found {error}, expected an .npz with images and classes") from error
     shape = (model.channels, model.image_size, model.image_size)
     require(images.shape[1:] == shape, f"{path}: images", images.shape[1:], f"shape {shape}")
+    if classes.ndim != 1 or classes.dtype.kind not in "biu":
+        raise InputError(
+            f"{path}: classes: found {classes.dtype} of shape {classes.shape}, expected one row of whole numbers"
+        )
     require(len(images) == len(classes) > 0, f"{path}: classes", len(classes), f"{len(images)}, one for each image")
-    require(int(classes.max()) < model.vocab_size, f"{path}: classes", int(classes.max()), f"< {model.vocab_size}")
+    for found in (int(classes.min()), int(classes.max())):
+        require(0 <= found < model.vocab_size, f"{path}: classes", found, f"0..{model.vocab_size - 1}")
     return ImageSamples(images=images, classes=classes, seed=seed)

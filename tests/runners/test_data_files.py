@@ -468,3 +468,25 @@ def test_tokens_that_the_model_does_not_know_are_named_before_ranks_start(tmp_pa
     code, _, said = ran(launch, ["plan.json", *words], tmp_path)
     assert code == 2 and "[rank" not in said
     assert re.search(r"^launch: tokens\.bin: token \d+: found 5046349, expected 0\.\.255, those", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("classes", "fault"),
+    [
+        (np.array([0, 9, -1]), "classes: found -1, expected 0..9"),
+        (np.array([0, 9, -100]), "classes: found -100, expected 0..9"),  # what no loss counts, inside
+        (np.array([0, 10, 2]), "classes: found 10, expected 0..9"),
+        (np.array([0.5, 1.0, 2.0]), "classes: found float64 of shape (3,), expected one row of whole numbers"),
+        (np.array(["cat", "dog", "cat"]), "classes: found <U3 of shape (3,), expected one row of whole numbers"),
+        (np.eye(3, dtype=np.int64), "classes: found int64 of shape (3, 3), expected one row of whole numbers"),
+        (np.array([1, 2]), "classes: found 2, expected 3, one for each image"),
+    ],
+)
+def test_classes_that_are_none_of_the_models_are_named(classes, fault, tmp_path):
+    """Before any rank starts; of numbers below 0 some would be left out of the loss, and fractions cut off."""
+    model = replace(
+        small_model(), family="vit", image_size=4, patch_size=2, channels=1, vocab_size=10, max_seq_len=5, causal=False
+    )
+    np.savez(tmp_path / "images.npz", images=np.zeros((3, 1, 4, 4)), classes=classes)
+    with pytest.raises(InputError, match=re.escape(f"images.npz: {fault}")):
+        samples_for(model, 5, 0, DataChoice(paths=(tmp_path / "images.npz",)))
