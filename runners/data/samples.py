@@ -51,6 +51,14 @@ def positions_of(samples: Samples, numbers: range) -> torch.Tensor | None:
     return None if find is None else find(numbers)
 
 
+def require_classes(classes: np.ndarray, known: int, where: str) -> None:
+    """Require one row of whole numbers, those of a model that knows so many classes; InputError says where."""
+    if classes.ndim != 1 or classes.dtype.kind not in "biu":
+        raise InputError(f"{where}: found {classes.dtype} of shape {classes.shape}, expected one row of whole numbers")
+    for found in (int(classes.min()), int(classes.max())) if len(classes) else ():
+        require(0 <= found < known, where, found, f"0..{known - 1}, those of the model")
+
+
 def digest_of(samples: Samples) -> str:
     """A short name of what is read, equal on ranks that read the same; empty for samples that have no `digest`."""
     digest: Callable[[], str] | None = getattr(samples, "digest", None)

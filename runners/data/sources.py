@@ -18,7 +18,7 @@ from runners.data.choice import DataChoice
 from runners.data.documents import open_documents, require_bytes, text_files
 from runners.data.mixture import Mixture, Together
 from runners.data.packing import PackedSamples
-from runners.data.samples import ImageSamples, Samples, Shuffled, TextSamples, TokenSamples, hold_out
+from runners.data.samples import ImageSamples, Samples, Shuffled, TextSamples, TokenSamples, hold_out, require_classes
 from runners.data.token_files import Corpus, is_token_file, joined, open_tokens
 from runners.data.token_rows import files_of, is_table
 
@@ -169,11 +169,6 @@ def _image_samples(model: Model, seed: int, path: Path) -> ImageSamples:
         raise InputError(f"{path}: found {error}, expected an .npz with images and classes") from error
     shape = (model.channels, model.image_size, model.image_size)
     require(images.shape[1:] == shape, f"{path}: images", images.shape[1:], f"shape {shape}")
-    if classes.ndim != 1 or classes.dtype.kind not in "biu":
-        raise InputError(
-            f"{path}: classes: found {classes.dtype} of shape {classes.shape}, expected one row of whole numbers"
-        )
+    require_classes(classes, model.vocab_size, f"{path}: classes")
     require(len(images) == len(classes) > 0, f"{path}: classes", len(classes), f"{len(images)}, one for each image")
-    for found in (int(classes.min()), int(classes.max())):
-        require(0 <= found < model.vocab_size, f"{path}: classes", found, f"0..{model.vocab_size - 1}")
     return ImageSamples(images=images, classes=classes, seed=seed)

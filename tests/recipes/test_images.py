@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -140,6 +141,45 @@ def test_the_hubs_cache(tmp_path, drawn, monkeypatch):
         read(None, vit(), tmp_path, kind="food101")
 
 
+PICTURE = {"bytes": b"GIF89a, not really", "path": "one.png"}
+
+
+@pytest.mark.parametrize(
+    ("images", "classes", "fault"),
+    [
+        ([PICTURE] * 2, [1, None], "label: found int64, 1 without one, expected a whole number for every image"),
+        ([PICTURE] * 2, [0.5, 1.0], "label: found double, 0 without one"),
+        ([PICTURE] * 2, ["cat", "dog"], "label: found string, 0 without one"),
+        ([PICTURE | {"bytes": None}] * 2, [1, 2], "image 0: found none, expected the bytes of an image file"),
+        ([PICTURE] * 2, [1, 2], "image 0: found no image that can be read"),
+        ([b"nor this"] * 2, [1, 2], "image 0: found no image that can be read"),
+    ],
+)
+def test_tables_of_images_that_are_none_are_named(tmp_path, images, classes, fault):
+    """With the column or the row: not as a cache that cannot be written, nor by a traceback."""
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: parquet is not tried")
+    from pyarrow import parquet
+
+    (tmp_path / "set").mkdir()
+    parquet.write_table(pa.table({"image": images, "label": classes}), tmp_path / "set" / "train.parquet")
+    with pytest.raises(InputError, match=re.escape(f"train.parquet: {fault}")):
+        read(tmp_path / "set", vit(), tmp_path)
+
+
+def test_classes_that_the_hub_hides_are_named(tmp_path, drawn):
+    """Test parts whose classes nobody is to know have -1 there."""
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: parquet is not tried")
+    from pyarrow import parquet
+
+    file = tmp_path / "one.png"
+    Image.fromarray(drawn[0][0].transpose(1, 2, 0)).save(file)
+    (tmp_path / "set").mkdir()
+    table = pa.table({"image": [file.read_bytes()] * 2, "label": [-1, -1]})
+    parquet.write_table(table, tmp_path / "set" / "test.parquet")
+    with pytest.raises(InputError, match=r"classes: found -1, expected 0\.\.99, those of the model"):
+        read(tmp_path / "set", vit(), tmp_path, part="test")
+
+
 def test_images_are_made_to_fit(tmp_path, drawn):
     """Another side and grey values: resized and mixed, the mean stays."""
     pixels, classes = drawn
@@ -232,7 +272,7 @@ def test_pickles_that_are_no_data_are_refused(tmp_path, content, message, capsys
 def test_what_does_not_fit_is_one_line(tmp_path, drawn):
     """Too many classes, a cut file, an empty folder, a picture that is none, no folder."""
     cifar_binary(tmp_path / "set", *drawn)
-    with pytest.raises(InputError, match="found 100, expected at most 10"):
+    with pytest.raises(InputError, match=r"classes: found 99, expected 0\.\.9, those of the model"):
         read(tmp_path / "set", vit(classes=10), tmp_path)
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "train.bin").write_bytes(b"12345")

@@ -46,7 +46,7 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     Raises
     ------
     InputError
-        No such folder, nothing in it that can be read, or more classes than the model has.
+        No such folder, nothing in it that can be read, or classes that the model does not have.
     """
     require(model.family == "vit", "data.kind", part.kind, "text for a language model")
     source = beside(folder, part.path) if part.path is not None else _in_hub_cache(part.kind)
@@ -54,10 +54,9 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     images, classes = decoded(source, model, cache_folder("data.cache", part.cache), part.part)
     if part.samples is not None:
         images, classes = images[: part.samples], classes[: part.samples]
-    largest = int(classes.max())
-    require(largest < model.vocab_size, f"{source}: classes", largest + 1, f"at most {model.vocab_size}, the model's")
-    from runners.data.samples import ImageSamples
+    from runners.data.samples import ImageSamples, require_classes
 
+    require_classes(classes, model.vocab_size, f"{source}: classes")
     return ImageSamples(images=images, classes=classes, seed=seed)
 
 
@@ -157,6 +156,18 @@ class _Pixels(_Rows):
         return fromarray(np.ascontiguousarray(self._pixels[number].transpose(1, 2, 0)))
 
 
+def _opened(file: Path | io.BytesIO, where: str) -> Image:
+    """The decoded image of a file; InputError says where it is."""
+    from PIL import UnidentifiedImageError
+    from PIL.Image import open as open_image
+
+    try:
+        with open_image(file) as image:
+            return image.convert("RGB")
+    except (UnidentifiedImageError, OSError) as error:
+        raise InputError(f"{where}: found no image that can be read: {error}") from None
+
+
 class _Files(_Rows):
     """Image files."""
 
@@ -165,27 +176,18 @@ class _Files(_Rows):
         self._paths = paths
 
     def image(self, number: int) -> Image:
-        from PIL import UnidentifiedImageError
-        from PIL.Image import open as open_image
-
-        try:
-            with open_image(self._paths[number]) as image:
-                return image.convert("RGB")
-        except (UnidentifiedImageError, OSError) as error:
-            raise InputError(f"{self._paths[number]}: found no image that can be read: {error}") from None
+        return _opened(self._paths[number], str(self._paths[number]))
 
 
 class _Encoded(_Rows):
-    """Encoded images in memory."""
+    """Encoded images in memory, and of which file and row each is."""
 
-    def __init__(self, images: list[bytes], classes: np.ndarray) -> None:
+    def __init__(self, images: list[bytes], places: list[str], classes: np.ndarray) -> None:
         super().__init__(classes)
-        self._images = images
+        self._images, self._places = images, places
 
     def image(self, number: int) -> Image:
-        from PIL.Image import open as open_image
-
-        return open_image(io.BytesIO(self._images[number]))
+        return _opened(io.BytesIO(self._images[number]), self._places[number])
 
 
 def _read(source: Path, part: str) -> _Rows:
@@ -268,10 +270,11 @@ def _image_folder(source: Path, part: str) -> _Rows:
 
 def _parquet(tables: list[Path]) -> _Rows:
     try:
-        from pyarrow import parquet
+        from pyarrow import parquet, types
     except ImportError:
         raise InputError(f"{tables[0]}: found no pyarrow, expected it to read parquet (pip install pyarrow)") from None
     images: list[bytes] = []
+    places: list[str] = []
     classes: list[int] = []
     for path in tables:
         try:
@@ -284,6 +287,16 @@ def _parquet(tables: list[Path]) -> _Rows:
             raise InputError(
                 f"{path}: found columns {table.column_names}, expected image or img, and label or fine_label"
             )
-        images += [row["bytes"] for row in table[image].to_pylist()]
-        classes += table[label].to_pylist()
-    return _Encoded(images, np.array(classes))
+        column = table[label]
+        if not types.is_integer(column.type) or column.null_count:
+            found = f"{column.type}, {column.null_count:,} without one"
+            raise InputError(f"{path}: {label}: found {found}, expected a whole number for every image")
+        for number, row in enumerate(table[image].to_pylist()):
+            encoded = row.get("bytes") if isinstance(row, dict) else row
+            where = f"{path}: {image} {number}"
+            if not isinstance(encoded, bytes):
+                raise InputError(f"{where}: found none, expected the bytes of an image file, as Hugging Face has them")
+            images.append(encoded)
+            places.append(where)
+        classes += column.to_pylist()
+    return _Encoded(images, places, np.array(classes, dtype=np.int64))
