@@ -64,8 +64,17 @@ def rows_of(path: Path) -> Iterator[Any]:
                 content = json.load(file)
             require(isinstance(content, list), str(path), type(content).__name__, "a list of examples")
             yield from content
-    except (OSError, ValueError, EOFError) as error:  # of text, JSON and Arrow
+    except (OSError, ValueError, EOFError, RecursionError) as error:  # of text, JSON and Arrow
         raise InputError(f"{path}: {error}, expected a readable file of examples") from None
+
+
+def require_unicode(text: str, where: str) -> None:
+    """Raise `InputError` for half a character beyond 16 bits, which JSON can say (`\\ud83d` alone) and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InputError(f"{where}: found {half!r}, half a character, expected text that is Unicode") from None
 
 
 def columns_of(path: Path) -> list[str]:
@@ -92,6 +101,7 @@ def column_of(path: Path, name: str) -> Iterator[str | np.ndarray]:
     for number, row in enumerate(rows_of(path)):
         value = row.get(name) if isinstance(row, dict) else None
         if isinstance(value, str):
+            require_unicode(value, f"{path}: example {number}: {name}")
             yield value
         elif isinstance(value, list) and all(type(token) is int and abs(token) < 2**63 for token in value):
             yield np.array(value, dtype=np.int64)
@@ -113,6 +123,8 @@ def _values(path: Path, column: Any, name: str) -> Iterator[str | np.ndarray]:
         raise InputError(f"{path}: column {name!r}: found {kind}, expected texts or lists of whole numbers")
     for row in column:
         if row.is_valid:
+            if row.values.null_count:
+                raise InputError(f"{path}: column {name!r}: found a list with none in it, expected whole numbers")
             yield row.values.to_numpy(zero_copy_only=False)
 
 
@@ -146,5 +158,5 @@ def _json_lines(path: Path) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise InputError(f"{path}, line {number}: {error}, expected JSON") from None

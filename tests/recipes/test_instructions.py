@@ -143,6 +143,7 @@ def test_files_of_examples(tmp_path):
             '[{"query": "a", "response": "b"}, {"query": null, "response": "b"}]',
             "example 1: query: found None, expected",
         ),
+        (r'[{"query": "a\ud83d", "response": "b"}]', r"example 0: query: found '\\ud83d', half a character"),
         ('[{"instruction": "a", "input": ["b"], "output": "c"}]', r"example 0: input: found \['b'\], expected a text"),
     ],
 )

@@ -380,6 +380,9 @@ WRONG = [
     ("x.jsonl", '{"text": "a"}\n{"text": 3}\n', {}, r"example 1: found no 'text', expected a text or a list of tokens"),
     ("x.jsonl", '{"tokens": [1, 9223372036854775808]}\n', {}, "example 0: found no 'tokens', expected .* tokens there"),
     ("x.jsonl", '{"tokens": [1, 300]}\n', {}, r"document 0: token: found 300, expected 0\.\.255, those of the model"),
+    ("x.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}\n', {}, r"x\.jsonl: example 1: text: found '\\ud83d', half a"),
+    ("x.jsonl", "[" * 100_000, {}, r"x\.jsonl, line 1: .*recursion.*, expected JSON"),
+    ("x.json", "[" * 100_000, {}, r"x\.json: .*recursion.*, expected a readable file of examples"),
     ("x.parquet", b"PAR0", {}, r"x\.parquet: .*expected a readable file"),
     ("x.json", '{"text": "a"}', {}, r"x\.json: found 'dict', expected a list of examples"),
     ("x.npy", np.arange(90), {"packing": "documents"}, "found tokens without borders of documents"),
@@ -468,6 +471,21 @@ def test_tokens_that_the_model_does_not_know_are_named_before_ranks_start(tmp_pa
     code, _, said = ran(launch, ["plan.json", *words], tmp_path)
     assert code == 2 and "[rank" not in said
     assert re.search(r"^launch: tokens\.bin: token \d+: found 5046349, expected 0\.\.255, those", said, re.MULTILINE)
+
+
+@needs_arrow
+def test_tokens_that_are_not_there_are_named(tmp_path):
+    """A list with a null in it, as outer joins leave; rows without any list are left out, as those without a text."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    kind = pa.list_(pa.int64())
+    for name, rows in (("holes", [[1, 2], [3, None]]), ("rows", [[1] * 20, None])):
+        parquet.write_table(pa.table({"input_ids": pa.array(rows, type=kind)}), tmp_path / f"{name}.parquet")
+    choice = DataChoice(paths=(tmp_path / "holes.parquet",), cache=tmp_path / "cache")
+    with pytest.raises(InputError, match=r"holes\.parquet: column 'input_ids': found a list with none in it"):
+        samples_for(small_model(), 8, 0, choice)
+    samples_for(small_model(), 8, 0, replace(choice, paths=(tmp_path / "rows.parquet",)))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
 from runners.data.prepared import cache_folder, one_at_a_time, write_whole
 from runners.data.samples import IGNORED, Shuffled
-from runners.data.token_rows import files_of, rows_of
+from runners.data.token_rows import files_of, require_unicode, rows_of
 from runners.recipes.data.questions import made_up
 from runners.recipes.data.tokenizing import Tokenizing, tokenizing_for
 from runners.recipes.models import beside
@@ -170,7 +170,9 @@ def _text(path: str, number: int, row: dict[str, Any], name: str) -> str:
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise InputError(f"{path}: example {number}: {name}: found {value!r}, expected a text")
-    return str(value)
+    text = str(value)
+    require_unicode(text, f"{path}: example {number}: {name}")
+    return text
 
 
 def _rows_of_hub(name: str) -> Iterator[Any]:
