@@ -20,6 +20,7 @@ if __package__ in (None, ""):
 from polygon.commands import cli
 from polygon.domain.errors import InputError, Phrase, PolygonError, require
 from runners.data.choice import tokenizer_of
+from runners.data.token_rows import require_unicode
 from runners.engine.arguments import require_torch
 from runners.export_hf import config_for, merged, newest_whole, put_together, require_transformers, tensors_of
 
@@ -102,6 +103,16 @@ def tokenizer_for(named: Path | None, folders: Sequence[Path | None], vocab_size
     return load_tokenizer(tokenizer_file(named))
 
 
+def _learned_positions(model: Any) -> int:
+    """Positions of a model that has learned a vector for each, as GPT-2's kind has; 0: another kind, without an end."""
+    from torch.nn import Embedding
+
+    known: int = getattr(model.config, "max_position_embeddings", 0)
+    tokens = model.get_input_embeddings()
+    tables = [part for part in model.modules() if isinstance(part, Embedding) and part is not tokens]
+    return known if any(part.num_embeddings >= known for part in tables) else 0
+
+
 def generate(arguments: Any) -> str:
     """The text that follows the prompt."""
     import torch
@@ -114,11 +125,17 @@ def generate(arguments: Any) -> str:
     finite = all(bool(weight.isfinite().all()) for weight in model.parameters())
     require(finite, str(arguments.model), Phrase("weights that are no numbers"), "finite ones")
     tokenizer = tokenizer_for(arguments.tokenizer, [arguments.model, arguments.base], model.config.vocab_size)
+    require_unicode(arguments.prompt, "--prompt")
     encoded = tokenizer.encode(arguments.prompt)
     ids = list(getattr(encoded, "ids", encoded))
     require(bool(ids), "--prompt", arguments.prompt, "some text")
     worst = max(ids)
     require(worst < model.config.vocab_size, "--prompt: token", worst, f"< {model.config.vocab_size}, the vocabulary")
+    if known := _learned_positions(model):
+        most = known + 1 - len(ids)  # the last token is not read again
+        require(most >= 1, "--prompt: tokens", len(ids), f"at most {known}, the model's positions")
+        expected = f"at most {most}, as {known} positions less the prompt's allow"
+        require(arguments.tokens <= most, "--tokens", arguments.tokens, expected)
     on_gpu = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
     model = model.to("cuda" if on_gpu else "cpu")
     drawn = arguments.temperature > 0

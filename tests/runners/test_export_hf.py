@@ -295,6 +295,19 @@ def test_what_cannot_be_exported_is_one_line(two_steps, base, tmp_path, capsys):
     assert "--seed: found" in seed and "found weights that are no numbers" in numbers and "expected a model" in cut
 
 
+def test_a_text_is_no_longer_than_learned_positions(two_steps, capsys):
+    """GPT-2's kind has a vector for each and none further on; a prompt of bytes that are no text is named, too."""
+    folder, most = two_steps[0], small_model().max_seq_len
+    for words, fault in (
+        (["--tokens", most + 1], f"--tokens: found {most + 1}, expected at most {most}, as {most} positions less"),
+        (["--prompt", "x" * (most + 1)], f"--prompt: tokens: found {most + 1}, expected at most {most}"),
+        (["--prompt", "x\udcff"], "--prompt: found '\\udcff'"),
+    ):
+        assert generate([str(word) for word in (folder, "--prompt", "x", *words)]) == 2
+        assert fault in capsys.readouterr().err
+    assert generate([str(folder), "--prompt", "x", "--tokens", str(most)]) == 0
+
+
 def test_a_checkpoint_is_read_with_the_tokenizer_of_its_base(tmp_path):
     """The option's, else the model folder's, else the base's, else bytes."""
     tokenizers = pytest.importorskip("tokenizers")
