@@ -54,7 +54,7 @@ class Agreement:
         reducer = self.worker.reducer
         # Between two outer steps regions do not wait for one another: each clips by its own norm, shows its own loss.
         if not self.worker.layout.gradient_everywhere:
-            waiting = reducer.line.submit(lambda: self._sum(near=alone, alone=alone))
+            waiting = reducer.line.submit(lambda: self._sum(alone=alone))
             reducer.wait()
             return waiting.result()
         told: list[torch.Tensor] = []
@@ -71,13 +71,20 @@ class Agreement:
         values[SQUARE] = self._square(self.buckets)
         return self._read(values)
 
-    def meet(self, *, alone: bool) -> Scalars:
-        """Of all ranks, once gradients are summed; `alone`: each region's by itself."""
-        return self.worker.reducer.line.submit(lambda: self._sum(near=False, alone=alone)).result()
+    def meet(self, *, lost: bool) -> Scalars:
+        """Of all ranks, after local steps; `lost`: this one had a gradient that is no number, as then is the norm."""
 
-    def _sum(self, *, near: bool, alone: bool) -> Scalars:
+        def tell() -> Scalars:
+            square = torch.tensor(math.nan if lost else 0.0, device=self.worker.wires.device)
+            values, pending = self._begin(square, near=False)
+            pending()
+            return self._read(values)
+
+        return self.worker.reducer.line.submit(tell).result()
+
+    def _sum(self, *, alone: bool) -> Scalars:
         counted = [bucket for bucket in self.buckets if self._counts(bucket, alone=alone)]
-        values, pending = self._begin(self._square(counted), near=near)
+        values, pending = self._begin(self._square(counted), near=alone)
         pending()
         return self._read(values)
 

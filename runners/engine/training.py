@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import threading
@@ -106,6 +105,8 @@ class Training:
         """Why the last checkpoint could not be written, if so."""
         self.diverged: DivergedError | None = None
         """What is no number any more, if so: then nothing is saved, and the run ends."""
+        self._lost_gradient = False
+        """Whether a gradient of this region was no number since all met."""
         self.stop_requested = threading.Event()
         self._agreement = Agreement(rank, self.worker, self._all, self.stop_requested)
         self.checkpoints: Checkpoints | None = None
@@ -271,7 +272,7 @@ class Training:
         here = self.progress.data
         found, states = self.checkpoints.load(step, names, self.options.seed)
         self.progress = replace(found, data=here)
-        self._resume_scaling(found)
+        self.update.resume_scaling(found.loss_scale, found.good_steps)
         if self.rank == 0 and found.data not in ("", here):
             self._say(f"other data than the checkpoint's: going on with sample {found.samples} of what is read now")
         self._resume_region(step, states)
@@ -281,12 +282,6 @@ class Training:
         self._resume_owed(step)
         if self.rank == 0:
             self._say(f"resumed from step {step}")
-
-    def _resume_scaling(self, found: SavedProgress) -> None:
-        """Go on with one loss scale: regions that trained by themselves, each with its own, may sum from here on."""
-        if self.rank == 0:
-            self.store.set("scaling", json.dumps([found.loss_scale, found.good_steps]))
-        self.update.resume_scaling(*json.loads(self.store.get("scaling")))
 
     def _resume_region(self, step: int, states: dict[str, dict[str, Any]]) -> None:
         """Where regions train by themselves, put the optimizer state that this one had in place of another one's."""
@@ -367,6 +362,7 @@ class Training:
             applied = self.update.apply(scalars.norm, step)
         exchanged_s, norm = time.time(), scalars.norm
         if self.alone:
+            self._lost_gradient |= not applied
             scalars = self._exchange(step, scalars, together=together)
         elif self.rounds.alone(step + 1):
             self.rounds.restart()
@@ -399,7 +395,8 @@ class Training:
         finite = math.isfinite(scalars.loss) and math.isfinite(scalars.norm)
         ends = last or (together and scalars.stop)
         if together and not finite and (worker.overflow_scale <= 1 or (ends and not math.isfinite(scalars.loss))):
-            self.diverged = self._has_diverged(step, scalars.loss, norm)
+            found = norm if math.isfinite(scalars.norm) else scalars.norm
+            self.diverged = self._has_diverged(step, scalars.loss, found)
         elif together and validate:
             result |= self._validate()
         self.log.write("step", **result)
@@ -460,7 +457,8 @@ class Training:
                 self._take_weights(self.rounds.go_on(step, stop=self.stop_requested.is_set()))
                 return near
             self._take_weights(self.rounds.meet())
-            return self._agreement.meet(alone=self.alone)
+            lost, self._lost_gradient = self._lost_gradient, False
+            return self._agreement.meet(lost=lost)
 
     def _take_weights(self, names: set[str]) -> None:
         def take() -> None:

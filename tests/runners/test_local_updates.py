@@ -1,5 +1,6 @@
 """Laws of training in local steps, on real ranks."""
 
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -104,8 +105,41 @@ def test_a_run_that_diverges_ends_where_regions_meet(problem_and_plan, fragments
     options = replace(
         OPTIONS, steps=9, learning_rate=1e30, clip_norm=None, outer_fragments=fragments, checkpoint_dir=tmp_path
     )
+    problem, plan = problem_and_plan
+    plan = replace(plan, local_steps=LOCAL_STEPS)
     with pytest.raises(RuntimeError, match="found loss nan and gradient norm"):
-        run_ranks(run_rank, 4, *problem_and_plan, replace(options, checkpoint_every=LOCAL_STEPS))
+        run_ranks(run_rank, 4, problem, plan, replace(options, checkpoint_every=LOCAL_STEPS))
+    assert not steps_in(tmp_path)
+
+
+def run_rank_without_gradient(rank, port, problem, plan, options):
+    """Like `run_rank`; the gradient of rank 3 is no number in the second step, though the loss is one."""
+
+    def spoil(training):
+        run = training.worker.run_schedule
+
+        def run_schedule(step):
+            run(step)
+            if rank == 3 and step == 1:
+                training.buckets[0].vector.fill_(math.nan)
+
+        training.worker.run_schedule = run_schedule
+
+    done = []
+    train(
+        problem, plan, rank, "127.0.0.1", port, options, on_loss=end_process, on_start=spoil,
+        report=lambda result: done.append(result["step"]),
+    )  # fmt: skip
+    return done
+
+
+def test_a_gradient_that_one_region_lost_ends_all_where_they_meet(problem_and_plan, tmp_path):
+    """Or its weights stay as they are, step for step, and pass for trained."""
+    problem, plan = problem_and_plan
+    run = problem, replace(plan, local_steps=LOCAL_STEPS), replace(OPTIONS, steps=6, checkpoint_dir=tmp_path)
+    message = rf"step {LOCAL_STEPS - 1}: found loss \d.* and gradient norm nan, expected finite numbers"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(run_rank_without_gradient, 4, *run)
     assert not steps_in(tmp_path)
 
 
