@@ -24,7 +24,7 @@ from polygon.cost.transfers import Placement
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.runnable import Runnable, is_run, runnable
-from polygon.planning.checker import broken_rules
+from polygon.planning.checker import broken_rules, violations
 from polygon.planning.device_assignment import deal_devices, dealt_as
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import (
@@ -365,10 +365,13 @@ class Decoder:
         regions = len(np.unique(self.tables.placement(plan).region))
         if len(plan.stages) > 1 or regions == 1 or plan.local_steps > 1 or stage.ep > 1:
             return plan
-        others = (
-            replace(plan, stages=(replace(stage, zero=zero, shards=0),)) for zero in range(4) if zero != stage.zero
-        )
-        return min([plan, *(other for other in others if not self._over_memory(other).any())], key=self.plan_value)
+        best, value = plan, self.plan_value(plan)
+        for zero in range(4):
+            other = replace(plan, stages=(replace(stage, zero=zero, shards=0),))
+            found = value if zero == stage.zero or self._over_memory(other).any() else self.plan_value(other)
+            if found < value and not violations(self.problem, other, self.tables):
+                best, value = other, found
+        return best
 
     def _decode_cut(
         self,
