@@ -168,7 +168,7 @@ class LinkTable:
         self.rdma = np.zeros(self.latency_s.shape, dtype=bool)
         for a, b in np.argwhere(self.region[:, None] == self.region[None, :]).tolist():
             # Pools of a region are joined by its own network; that between equal nodes may be a better one.
-            link = pools[a].inter_node if a == b else cluster.regions[pools[a].region].intra_region
+            link = cluster.link_inside(a, b)
             self.latency_s[a, b], self.bytes_per_s[a, b] = link.latency_s, link.bytes_per_s
             self.rdma[a, b] = link.rdma
         self.ring_latency_s, self.ring_bytes_per_s = self.latency_s.copy(), self.bytes_per_s.copy()

@@ -296,13 +296,23 @@ class Cluster:
         """Whether regions a and b have a link in both directions (a region is connected to itself)."""
         return a == b or bool(self.bytes_per_s[a, b] > 0 and self.bytes_per_s[b, a] > 0)
 
-    def node_link(self, a: int, b: int) -> Link | None:
-        """Link from a node of pool `a` to another node of pool `b`; None where the regions have no link."""
+    def link_inside(self, a: int, b: int) -> Link:
+        """Link from a node of pool `a` to another node of pool `b` of the same region.
+
+        Unlike nodes get of the region's network what the narrower of their cards (`inter_node`) passes.
+        """
         pool_a, pool_b = self.pools[a], self.pools[b]
         if a == b:
             return pool_a.inter_node
+        link = self.regions[pool_a.region].intra_region
+        card = min(pool_a.inter_node.bytes_per_s, pool_b.inter_node.bytes_per_s)
+        return link if link.bytes_per_s <= card else replace(link, bytes_per_s=card)
+
+    def node_link(self, a: int, b: int) -> Link | None:
+        """Link from a node of pool `a` to another node of pool `b`; None where the regions have no link."""
+        pool_a, pool_b = self.pools[a], self.pools[b]
         if pool_a.region == pool_b.region:
-            return self.regions[pool_a.region].intra_region
+            return self.link_inside(a, b)
         rate = float(self.bytes_per_s[pool_a.region, pool_b.region])
         if rate <= 0:
             return None

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon import Cluster
+from polygon.cost.estimate import Estimate, estimate
 from polygon.cost.network import (
     CARD_EFFICIENCY,
     MESH,
@@ -28,6 +29,8 @@ from polygon.cost.network import (
 )
 from polygon.cost.transfers import LinkTable
 from polygon.domain.cluster import Link
+from polygon.domain.model import Batch
+from polygon.domain.plan import Plan, Problem, Stage, Worker
 from polygon.formats import catalogue
 from tests.nightly import cases
 
@@ -162,3 +165,32 @@ def test_what_goes_through_sockets_is_said_or_told_by_latency():
     ]
     assert reached[0] == pytest.approx(CARD_EFFICIENCY * 400e9)
     assert reached[1] == pytest.approx(socket_share(np.array(400e9)) * 400e9)
+
+
+def test_unlike_nodes_sum_at_the_rate_of_the_narrower_card():
+    """One node with a card of 1 Gbit/s beside one of 25, on a network of 25: gradients and messages pass the former,
+    as they do where the network itself has no more."""
+    groups = [
+        {
+            "device": "rtx-3090",
+            "count": 1,
+            "devices_per_node": 2,
+            "inter_node": {"latency_ms": 0.05, "bandwidth_gbps": 1},
+        },
+        {"device": "titan-rtx", "count": 1, "devices_per_node": 2, "inter_node": "ethernet-25g"},
+    ]
+
+    def step(rate: float) -> Estimate:
+        region = {"name": "lab", "nodes": groups, "intra_region": {"latency_ms": 0.05, "bandwidth_gbps": rate}}
+        cluster = Cluster.from_dict({"regions": [region]}).data
+        model = replace(catalogue.model("gpt2-medium"), max_seq_len=512)
+        problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=2, seq_len=512, precision="fp16"))
+        workers = tuple(Worker(pool=i, devices=(2 * i,)) for i in range(2))
+        stage = Stage(first_layer=0, last_layer=model.layers, workers=workers)
+        plan = Plan(stages=(stage,), routes=np.array([[0], [1]]), micro_batch_size=1, spans=((1, 1),))
+        return estimate(problem, plan)
+
+    fast, slow = step(25), step(1)
+    assert fast.terms["reduction"] == pytest.approx(slow.terms["reduction"])
+    # Two nodes send each other as much as a gradient has: 355 million parameters of four bytes.
+    assert fast.terms["reduction"] > 355e6 * 4 / 125e6 / 2
