@@ -105,11 +105,20 @@ class ModelProfile:
     memory_by_tp: Mapping[int, Mapping[str, np.ndarray]]
     seq_len: int | None = None
     """Tokens of the sequences that were measured; None: not said."""
+    block_outputs: int | None = None
+    """Numbers that a block puts out for a sequence, tokens times width; None: not said."""
     seen: dict[tuple[str, int, int, int, bool], LayerTimes] = field(default_factory=dict, compare=False)
 
     def fits(self, model: Model) -> bool:
-        """Whether the profile is of a model of this shape."""
-        return self.blocks == model.blocks and self.hidden_size in (None, model.hidden_size)
+        """Whether the profile is of a model of this shape.
+
+        Where it does not say its width, what a block puts out has to be whole tokens of the model's.
+        """
+        if self.blocks != model.blocks:
+            return False
+        if self.hidden_size is not None:
+            return self.hidden_size == model.hidden_size
+        return self.block_outputs is None or self.block_outputs % model.hidden_size == 0
 
     @property
     def devices(self) -> frozenset[str]:
@@ -266,6 +275,7 @@ def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
             blocks=int(info["profiled_layers"]) - (3 if name.upper().startswith("LLAMA") else 2),
             hidden_size=info.get("hidden_size"),
             seq_len=_seq_len(described),
+            block_outputs=_block_outputs(described),
             points={key: _monotone([by[size] for size in sorted(by)]) for key, by in points[name].items()},
             memory_by_tp={
                 int(tp): {
@@ -281,15 +291,19 @@ def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
 
 
 def _seq_len(described: Mapping[str, Any]) -> int | None:
-    """Tokens of a measured sequence, as the file says or as a block's 4-byte output shows."""
-    info = described["info"]
+    """Tokens of a measured sequence, as the file says or as a block's output shows."""
+    info, outputs = described["info"], _block_outputs(described)
     if info.get("sequence_length_tokens"):
         return int(info["sequence_length_tokens"])
-    sent = described["by_tensor_parallel"].values()
-    per_layer = [entry.get("output_activation_bytes_per_layer_per_sequence") for entry in sent]
-    if not info.get("hidden_size") or not per_layer or not per_layer[0]:
-        return None
-    return int(per_layer[0][1]) // (4 * int(info["hidden_size"]))
+    return outputs // int(info["hidden_size"]) if info.get("hidden_size") and outputs else None
+
+
+def _block_outputs(described: Mapping[str, Any]) -> int | None:
+    """Numbers of four bytes that the first block puts out for a sequence, where the file says it."""
+    per_layer = [
+        by.get("output_activation_bytes_per_layer_per_sequence") for by in described["by_tensor_parallel"].values()
+    ]
+    return int(per_layer[0][1]) // 4 if per_layer and per_layer[0] else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -377,3 +377,16 @@ def test_blocks_keep_what_the_catalogues_program_says_without_a_profile(profiled
     measured = PROFILES[profiled].memory(ours, BATCH, tp, 1, "none")
     assert measured is not None
     assert said.activation_bytes[1] == pytest.approx(measured.activation_bytes[1], rel=0.25)
+
+
+def test_a_profile_without_a_width_is_not_of_every_model_of_as_many_blocks():
+    """Sailor's Llama has 32 blocks, as GPT-Neo 2.7B has, and its profile says no width: what a block puts out does."""
+    llama = PROFILES["LLAMA-3-8"]
+    assert llama.hidden_size is None and llama.fits(catalogue.model("llama3-8b"))
+    neo = catalogue.model("gpt-neo-2.7b")
+    assert neo.blocks == llama.blocks and not llama.fits(neo)
+    fits = [name for name, profile in PROFILES.items() if profile.fits(neo)]
+    assert fits == ["GPT-Neo-2.7"]
+    # Taken for GPT-Neo's, a block of Llama's would have made it eight times as long.
+    of_neo, of_llama = (PROFILES[name].measurement("gh200", 4, 4) for name in ("GPT-Neo-2.7", "LLAMA-3-8"))
+    assert of_llama.forward_s[1] > 5 * of_neo.forward_s[1]
