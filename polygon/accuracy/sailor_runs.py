@@ -21,6 +21,9 @@ from polygon.formats.catalogue import model as model_by_name
 from polygon.formats.catalogue import runtime as runtime_by_name
 from polygon.formats.catalogue import usual_link
 
+ETHERNET_S = 50e-6
+"""One way between two nodes on Ethernet, where a file says the rates of cards alone."""
+
 
 class SailorPlace(NamedTuple):
     """A worker of a stage: `tp` devices of one type in a zone."""
@@ -77,6 +80,7 @@ def profiled_model(name: str, info: Mapping[str, Any]) -> Model:
         vocab_size=int(info["vocabulary_size"]),
         max_seq_len=length,
         tied_embeddings=False,
+        classes=int(info.get("classes") or 0),
     )
 
 
@@ -99,7 +103,8 @@ def _run(
     size = int(entry["micro_batch_size_sequences"])
     micro_batches = max(1, math.ceil(int(entry["global_batch_sequences"]) / size))
     installed = {device_named(k).name: int(v) for k, v in entry["cluster"]["gpus_installed_per_node"].items()}
-    cluster, workers = _cluster(placed, installed, curves)
+    cards = {device_named(k).name: float(v) for k, v in (entry["cluster"].get("card_bytes_per_s") or {}).items()}
+    cluster, workers = _cluster(placed, installed, cards, curves)
     widths = [len(places) for places in placed]
     plan = Plan(
         stages=tuple(
@@ -120,7 +125,7 @@ def _run(
     times, memories = numbers("iteration_time_s", "use_time"), numbers("peak_memory_per_gpu_bytes", "use_memory")
     return MeasuredRun(
         identifier=str(entry["id"]),
-        dataset="sailor_validation",
+        dataset=str(entry.get("dataset") or "sailor_validation"),
         problem=Problem(
             cluster=cluster,
             model=model,
@@ -142,11 +147,15 @@ def _run(
 
 
 def _cluster(
-    placed: list[list[SailorPlace]], installed: Mapping[str, int], curves: LinkCurves | None
+    placed: list[list[SailorPlace]],
+    installed: Mapping[str, int],
+    cards: Mapping[str, float],
+    curves: LinkCurves | None,
 ) -> tuple[Cluster, list[list[Worker]]]:
     """A region a zone with as many nodes of every device type as the workers fill, and the workers on them.
 
-    A worker's devices lie in one node where it holds so many.
+    A worker's devices lie in one node where it holds so many. Nodes of unlike types have Ethernet cards of the rates
+    [bytes/s] that are said (`cards`), on a network that passes the fastest of them.
     """
     zones = list(dict.fromkeys(place.zone for places in placed for place in places))
     devices = {place.device.name: place.device for places in placed for place in places}
@@ -167,7 +176,11 @@ def _cluster(
         for kind in (kind for kind in kinds if kind[0] == zone):
             device, per_node = devices[kind[1]], installed[kind[1]]
             usual = Link(latency_s=4e-6, bytes_per_s=card_bytes_per_s(device) * per_node)
-            measured = curves.link(zone, device.name, zone, device.name, per_node) if curves else None
+            if device.name in cards:
+                usual = Link(latency_s=ETHERNET_S, bytes_per_s=cards[device.name])
+            elif len([name for at, name in kinds if at == zone]) > 1:
+                raise NotExpressibleError(f"cluster.card_bytes_per_s of {device.name}, beside other types, is missing")
+            measured = curves.link(zone, device.name, zone, device.name, per_node) if curves and not cards else None
             groups.append(
                 NodeGroup(
                     device=device.name,
@@ -177,7 +190,8 @@ def _cluster(
                     inter_node=measured or usual,
                 )
             )
-        regions.append(Region(name=zone or "here", node_groups=tuple(groups), intra_region=groups[0].inter_node))
+        widest = max((group.inter_node for group in groups), key=lambda link: link.bytes_per_s)
+        regions.append(Region(name=zone or "here", node_groups=tuple(groups), intra_region=widest))
     links = {
         (a, b): _between(zones[a], zones[b], regions, curves)
         for a in range(len(zones))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from polygon.accuracy.foreign_rows import NotExpressibleError, device_named
-from polygon.accuracy.measured import plan_runs, published_run, row_runtime
+from polygon.accuracy.measured import MeasuredRun, plan_runs, published_run, row_runtime
 from polygon.accuracy.rows import Row, accuracy, predict
 from polygon.accuracy.sailor_runs import sailor_runs
 from polygon.commands import cli, validate
@@ -210,7 +210,7 @@ def test_nine_rows_of_ten_lie_in_their_intervals(remade):
         inside = [row["low"] <= row["measured"] <= row["high"] for row in mine if row and row["split"] == "test"]
         assert len(inside) > 50 and 85 <= 100 * np.mean(inside) <= 98, file
     sailors = [row for row in rows.values() if row["runtime"] == "sailor"]
-    assert len(sailors) == 29 and {row["source"] for row in sailors} == {"spec"}
+    assert len(sailors) == 48 and {row["source"] for row in sailors} == {"spec"}
     assert 85 <= 100 * np.mean([row["low"] <= row["measured"] <= row["high"] for row in sailors]) <= 97
 
 
@@ -432,6 +432,28 @@ def test_sailors_rows_are_plans_of_their_own():
         workers = [worker for stage in run.plan.stages for worker in stage.workers]
         assert run.plan.world_size == sum(len(worker.devices) for worker in workers)
         assert run.problem.runtime == catalogue.runtime("sailor")
+
+
+def test_unlike_nodes_have_cards_of_their_own():
+    """Sailor's mixed nodes: each the card that the file says, on a network that passes the widest, whatever type the
+    plan names first; a type whose card nobody says is named, and so are files that repeat another's measurements."""
+    data = json.loads((MEASURED / "sailor_runs.json").read_text())
+    runs = {run.identifier: run for run in sailor_runs(data) if isinstance(run, MeasuredRun)}
+    assert len(data["configurations"]) == 21 and sum(run.step_s is not None for run in runs.values()) == 19
+    for name, first in (("mit/N2/N2_D1", "rtx-3090"), ("mit/N2/N2_D2", "titan-rtx")):
+        cluster = runs[name].problem.cluster
+        assert cluster.pools[0].device.name == first
+        assert cluster.regions[0].intra_region.bytes_per_s == 3.125e9 and not cluster.regions[0].intra_region.rdma
+        cards = {pool.device.name: pool.inter_node.bytes_per_s for pool in cluster.pools}
+        assert cards == {"rtx-3090": 0.125e9, "titan-rtx": 3.125e9}
+        assert {run.dataset for run in runs.values()} == {"sailor_mixed", "sailor_gpt_neo"}
+    unsaid = next(c for c in data["configurations"] if c["id"] == "mit/N2/N2_D1")
+    del unsaid["cluster"]["card_bytes_per_s"]["RTX-3090"]
+    ((_, reason),) = sailor_runs(data | {"configurations": [unsaid]})
+    assert reason == "cluster.card_bytes_per_s of rtx-3090, beside other types, is missing"
+    # Its GPT-Neo has no head: 2.65 billion parameters, and what a head of classes needs.
+    neo = runs["clariden/GPT-NEO/N8/N8_D4"].model
+    assert neo.answers == 2 and neo.parameters == pytest.approx(2_651_673_600, rel=0.003)
 
 
 def test_zones_without_a_network_are_not_expressible():
