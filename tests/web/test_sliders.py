@@ -408,6 +408,9 @@ def test_front_marks_what_nothing_beats():
 def test_the_problems_own_bound_holds_for_what_is_no_better(case, changes, holds):
     """It is that of every plan that keeps the problem's limits (`int4` and 512 local steps do not), be it over slower
     links, or dearer; of others it is that of compute and path, which is weaker."""
+    problem, plan, _ = case
+    roomy = replace(problem, constraints=replace(problem.constraints, memory_headroom=0.0))
+    case = roomy, plan, CostTables(roomy)
     before, after = changed(case).bounds, changed(case, **changes)
     assert after.estimate.step_s > after.bounds.step.seconds
     assert after.bounds.step == before.step if holds else after.bounds.step.seconds < before.step.seconds
@@ -418,7 +421,7 @@ def test_the_problems_own_bound_holds_for_what_is_no_better(case, changes, holds
 @pytest.mark.parametrize(
     ("limits", "changes", "holds"),
     [({}, {"weight_gradients": "int4"}, False), ({}, {"local_steps": 512}, False),
-     ({"most_step_s": 0.01, "egress_bytes_per_step": {"*": 0.0}}, {"prefetch": 0.0}, True),
+     ({"most_step_s": 0.01, "egress_bytes_per_step": {"*": 0.0}, "memory_headroom": 0.0}, {"prefetch": 0.0}, True),
      ({"most_usd_per_hour": 1.0}, {"price_factor": 2.0}, False),
      ({"forbidden_devices": ("v100-16gb",)}, {}, False), ({"memory_headroom": 0.95}, {}, False)],
 )  # fmt: skip
