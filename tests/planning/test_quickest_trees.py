@@ -49,13 +49,18 @@ def quickest(links, cards, dearness):
     return _quickest(tuple(range(len(links))), dearness, *(array.tobytes() for array in arrays))
 
 
+def drawn_links(rng, k):
+    """Seconds per byte of links between so many regions, the same both ways."""
+    links = np.exp(rng.uniform(0, 3, (k, k)))
+    return np.maximum(links, links.T)
+
+
 @settings(deadline=None, max_examples=cases(30))
 @given(seed=st.integers(0, 10_000), k=st.integers(3, 6))
 def test_no_drawn_trees_pass_more(seed, k):
     """Of one kind of link both ways; less what is cut off of many small trees."""
     rng = np.random.default_rng(seed)
-    links = np.exp(rng.uniform(0, 3, (k, k)))
-    links = np.maximum(links, links.T)
+    links = drawn_links(rng, k)
     cards = rng.uniform(0, 2, k)
     best, stars = (busy_s(quickest(links, cards, dearness), links, cards) for dearness in (1.0, np.inf))
     assert best <= 1.02 * stars
@@ -69,8 +74,7 @@ def test_no_drawn_trees_pass_more(seed, k):
 def test_the_relaxation_finds_parts_nearly_as_good_as_the_best(seed, k):
     """No better than trees without relays, no worse than equal parts."""
     rng = np.random.default_rng(seed)
-    links = np.exp(rng.uniform(0, 3, (k, k)))
-    links = np.maximum(links, links.T)
+    links = drawn_links(rng, k)
     room, free = levels_room(k, k), np.zeros(k)
     room.rates[:] = np.where(np.eye(k, dtype=bool), 0.0, 1 / links)
     found = unequal_parts_s(1.0, k, room)
