@@ -334,8 +334,8 @@ class Problem:
         )
 
     def _bound_within(self, clock: Clock, *, interrupted: bool) -> LowerBound | None:
-        """The bound as far as an answer's time allows, and whoever interrupted it; None without a limit: worked out
-        when it is asked for."""
+        """The bound as far as an answer's time allows, of which one that was interrupted has little; None without a
+        limit: worked out when it is asked for."""
         ends = Clock(min(clock.left_s(), BOUND_AFTER_INTERRUPT_S)) if interrupted else clock
         return lower_bound(self.tables, seconds_left=ends.left_s) if math.isfinite(ends.limit_s) else None
 

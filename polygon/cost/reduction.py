@@ -289,7 +289,7 @@ def levels_s(
     find_turns(room.leaders[:found], links.sum_turns, room.turns)
     if links.message_s > 0:
         _find_messages(found, places, whole, sums * links.message_s, room)
-    node_s, region_s, card_s = 0.0, 0.0, 0.0
+    node_s, region_s, card_s, room.tree_s[0] = 0.0, 0.0, 0.0, 0.0
     for a in range(found):
         i, end = room.first[a], room.first[a + 1] if a + 1 < found else count
         r, total = links.region[pools[i]], room.nodes[a]
@@ -363,7 +363,6 @@ def across_of(
     looked at, not three times. Other parameters are those of `levels_s`.
     """
     across_s, far_s, all_rates, least_rate = 0.0, 0.0, 0.0, np.inf
-    room.tree_s[0] = 0.0
     for k in range(found):
         for i in range(3):
             room.comes[i, k], room.goes[i, k] = 0.0, 0.0

@@ -361,9 +361,10 @@ class Decoder:
     def _otherwise_divided(self, plan: Plan) -> Plan:
         """The plan, or where one stage in several regions is all of it, that with ZeRO's level whose step is shortest:
         the relaxation knows nothing of regions that lead by turns (`Plan.gradient_everywhere`)."""
-        stage = plan.stages[0]
-        regions = len(np.unique(self.tables.placement(plan).region))
-        if len(plan.stages) > 1 or regions == 1 or plan.local_steps > 1 or stage.ep > 1:
+        stage, pools = plan.stages[0], self.problem.cluster.pools
+        if len(plan.stages) > 1 or plan.local_steps > 1 or stage.ep > 1:
+            return plan
+        if len({pools[worker.pool].region for worker in stage.workers}) == 1:
             return plan
         best, value = plan, self.plan_value(plan)
         for zero in range(4):

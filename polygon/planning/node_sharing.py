@@ -290,6 +290,17 @@ def _sent_bytes(hosts: Hosts, s: int, a: int, b: int, wire_bytes: float) -> floa
 
 
 @inner
+def _busy_s(
+    hosts: Hosts, s: int, a: int, b: int, wire_bytes: np.ndarray, tree_s: np.ndarray, s_per_byte: float
+) -> float:
+    """How long a stage's sum keeps a node pair of two regions busy, one that has `s_per_byte` of what it sends in equal
+    parts (`pairs_free_s`)."""
+    if tree_s[s] > 0:
+        return float(tree_s[s])
+    return _sent_bytes(hosts, s, a, b, wire_bytes[s]) * s_per_byte
+
+
+@inner
 def cards_free_s(
     bank: Bank,
     hosts: Hosts,
@@ -372,11 +383,8 @@ def pairs_free_s(
             end, tail, users = 0.0, 0.0, 0
             for s in range(n - 1, -1, -1):
                 if nodes[s, a] > 0 and nodes[s, b] > 0:
-                    busy = tree_s[s]
-                    if busy == 0:
-                        sent = _sent_bytes(hosts, s, a, b, wire_bytes[s])
-                        busy = sent * _largest_part(hosts, nodes, s, a, b) / rate
-                    end = max(end, begin_s[s]) + busy
+                    part = _largest_part(hosts, nodes, s, a, b)
+                    end = max(end, begin_s[s]) + _busy_s(hosts, s, a, b, wire_bytes, tree_s, part / rate)
                     tail = max(tail, tail_s[s])
                     users += 1
             if users > 1 and end + tail > latest:  # if all were on one node pair
@@ -425,10 +433,7 @@ def _pair_free_s(
             for t in range(n - 1, s - 1, -1) if hosts.above[other] != NONE else range(0):
                 part = _part_of_pair(hosts, nodes, t, a, b, hosts.node[e], hosts.node[other])
                 if part > 0:
-                    busy = tree_s[t]
-                    if busy == 0:
-                        busy = _sent_bytes(hosts, t, a, b, wire_bytes[t]) * part * s_per_byte
-                    end = max(end, begin_s[t]) + busy
+                    end = max(end, begin_s[t]) + _busy_s(hosts, t, a, b, wire_bytes, tree_s, part * s_per_byte)
                     tail = max(tail, tail_s[t])
                     users += 1
             if users > 1:
