@@ -292,17 +292,14 @@ def run(
     problem: Problem, plan: Plan, options: Options, make: Callable[[Problem, Plan, Options], Launcher] = Launcher
 ) -> tuple[int, dict[str, Any]]:
     """Run all ranks; exit code and summary. The plan as run is kept in the log directory."""
-    from runners.engine.additions import check_lora
     from runners.engine.checkpoint import prepare_folder
     from runners.engine.log import check_nobody_writes
     from runners.engine.rank_layout import Layout
-    from runners.engine.runnable import check_runnable
+    from runners.engine.run import check_options
     from runners.engine.summary import summarise, write_trace
     from runners.engine.trackers import check_trackers
 
-    check_runnable(problem, plan, own_model=options.model_file is not None)
-    if options.lora is not None:
-        check_lora(problem.model, options.lora)
+    check_options(problem, plan, options)
     check_trackers(options.track)
     check_fits_here(problem, plan, options)
     read_data_once(problem, options)

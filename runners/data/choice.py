@@ -49,6 +49,8 @@ class DataChoice:
         if self.weights:
             expected = f"{len(self.paths)}, one for each --data"
             require(len(self.weights) == len(self.paths), "--data-weights", len(self.weights), expected)
+            for weight in self.weights:
+                require_number(weight, "--data-weights", above=0)
         require(self.token_type in (None, *TOKEN_TYPES), "--token-type", self.token_type, " or ".join(TOKEN_TYPES))
         require(self.packing in PACKINGS, "--packing", self.packing, " or ".join(PACKINGS))
         require_number(self.validation_fraction, "--validation-fraction", above=0)

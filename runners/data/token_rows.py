@@ -100,6 +100,8 @@ def column_of(path: Path, name: str) -> Iterator[str | np.ndarray]:
         return
     for number, row in enumerate(rows_of(path)):
         value = row.get(name) if isinstance(row, dict) else None
+        if value is None and isinstance(row, dict) and name in row:
+            continue  # as of Parquet
         if isinstance(value, str):
             require_unicode(value, f"{path}: example {number}: {name}")
             yield value

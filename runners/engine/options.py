@@ -12,6 +12,9 @@ from runners.data.choice import DataChoice
 from runners.engine.learning_rate import FINAL_PART, LearningRate
 from runners.engine.trackers import TRACKERS
 
+OF_LOCAL_STEPS = "outer_rate", "outer_momentum", "outer_fragments", "outer_overlap", "synchronous_steps"
+"""Options that matter with local steps alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:

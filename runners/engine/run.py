@@ -99,7 +99,7 @@ def train(
         All was trained, but the last checkpoint could not be written; the message names the last whole one.
     """
     problem, own, samples, validation, code = _material(problem, plan, options, samples, validation)
-    _check_options(problem, plan, options)
+    check_options(problem, plan, options)
     layout = Layout(problem, plan, keeps_whole=options.lora is not None)
     if options.checkpoint_dir is not None:
         prepare_folder(
@@ -206,8 +206,8 @@ def _loss(error: Exception, layout: Layout, rank: int, watch: Watch, dead_after_
     return None
 
 
-def _check_options(problem: Problem, plan: Plan, options: Options) -> None:
-    """Require a plan that can be run, and options that go with it."""
+def check_options(problem: Problem, plan: Plan, options: Options) -> None:
+    """Raise `InputError` for a plan that cannot be run, or options that do not go with it."""
     check_runnable(problem, plan, own_model=options.model_file is not None)
     if problem.batch.optimizer == "adafactor":
         require(not options.offload_optimizer, "--offload-optimizer", True, "none (Adafactor keeps next to nothing)")

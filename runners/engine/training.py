@@ -40,7 +40,7 @@ from runners.engine.failure_detector import Watch
 from runners.engine.gradients import Bucket
 from runners.engine.log import RunLog
 from runners.engine.metrics import StepFigures, validation_figures
-from runners.engine.options import Options
+from runners.engine.options import OF_LOCAL_STEPS, Options
 from runners.engine.rank_layout import Layout
 from runners.engine.rendezvous import plan_digest
 from runners.engine.rounds import Rounds
@@ -203,6 +203,11 @@ class Training:
                 self._say(f"stage {s}: ZeRO-{zero} is run as ZeRO-1: with LoRA every worker holds the fixed weights")
         if layout.problem.batch.precision == "fp8" and not self.worker.eight_bits:
             self._say(f"rank {rank}: {self._accelerator.device} has no products in 8 bits, computing in bf16")
+        default = Options()
+        unheeded = [name for name in OF_LOCAL_STEPS if getattr(self.options, name) != getattr(default, name)]
+        if rank == 0 and layout.plan.local_steps == 1 and unheeded:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in unheeded)
+            self._say(f"{flags}: not heeded, the plan has no local steps (all regions sum the gradients of every step)")
 
     def _log_run(self) -> None:
         """Write the first line of the log."""

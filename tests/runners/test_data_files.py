@@ -19,6 +19,7 @@ from runners.data.documents import open_documents
 from runners.data.mixture import Mixture
 from runners.data.sources import english_text, open_corpus, samples_for, training_and_held_out
 from runners.data.token_files import TokenWriter, open_tokens
+from runners.data.token_rows import column_of
 from runners.dist_runner import end_process
 from runners.dist_runner import main as dist_runner
 from runners.engine.arguments import options_from
@@ -486,6 +487,23 @@ def test_tokens_that_are_not_there_are_named(tmp_path):
     with pytest.raises(InputError, match=r"holes\.parquet: column 'input_ids': found a list with none in it"):
         samples_for(small_model(), 8, 0, choice)
     samples_for(small_model(), 8, 0, replace(choice, paths=(tmp_path / "rows.parquet",)))
+
+
+def test_examples_without_text_are_left_out_of_json_as_of_parquet(tmp_path):
+    """A null is no document; an example that has no such column at all is another matter."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
+    assert list(column_of(path, "text")) == ["one", "two"]
+    path.write_text('{"text": "one"}\n{"title": "two"}\n')
+    with pytest.raises(InputError, match=r"rows\.jsonl: example 1: found no 'text'"):
+        list(column_of(path, "text"))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_weights_of_one_set_are_above_0_too(weight):
+    """There is nothing to mix, and yet it cannot be what the user means."""
+    with pytest.raises(InputError, match=r"--data-weights: found .*, expected a number > 0"):
+        DataChoice(paths=(Path("x"),), weights=(weight,))
 
 
 @pytest.mark.parametrize(

@@ -189,3 +189,17 @@ def test_zero_that_parameter_servers_cannot_run_is_said(tmp_path):
     notes = [[line["text"] for line in log if line["type"] == "note"] for log in logs]
     line = "stage 1: ZeRO-1 is not run: parameter servers hold whole weights and gradients"
     assert notes == [[], [line]]
+
+
+@pytest.mark.parametrize("local_steps", [1, 4])
+def test_options_of_local_steps_are_not_heeded_in_silence(local_steps, tmp_path):
+    """One line in rank 0's log where the plan has none, of those alone that are not as by default."""
+    batch = Batch(global_batch=8, seq_len=16, precision="fp32")
+    problem = Problem(cluster=small_cluster(1, 1), model=small_model(blocks=2), batch=batch)
+    plan = replace(small_plan(problem.cluster, [(0, 4)], [[0, 1]], [[0], [1], [0], [1]]), local_steps=local_steps)
+    options = Options(steps=1, log_dir=tmp_path, outer_rate=0.5, outer_fragments=2)
+    run_ranks(run_rank, 2, problem, plan, options)
+    log = map(json.loads, (tmp_path / "rank-0.jsonl").read_text().splitlines())
+    notes = [line["text"] for line in log if line["type"] == "note"]
+    why = "the plan has no local steps (all regions sum the gradients of every step)"
+    assert notes == ([f"--outer-rate, --outer-fragments: not heeded, {why}"] if local_steps == 1 else [])
