@@ -94,6 +94,12 @@ def simple_starts(decoder: Decoder, stages: int, micro_batch_size: int) -> Itera
             yield from _cut_evenly(chain, column, decoder, rates, stages)
 
 
+def stage_counts(decoder: Decoder, most: int) -> list[int]:
+    """Numbers of stages that starts have, so many at most: the user's own limit is one of them."""
+    limit = decoder.problem.constraints.most_stages
+    return sorted({count for count in (*STAGE_COUNTS, limit or 1) if count <= most})
+
+
 def _cut_evenly(
     chain: list[int], column: dict[int, int], decoder: Decoder, rates: np.ndarray, stages: int
 ) -> Iterator[np.ndarray]:
@@ -105,9 +111,7 @@ def _cut_evenly(
         return
     worker_column = np.repeat(columns, counts)
     done = np.cumsum(rates[worker_column])
-    for count in STAGE_COUNTS:
-        if count > min(stages, len(worker_column)):
-            return
+    for count in stage_counts(decoder, min(stages, len(worker_column))):
         stage = np.minimum((done - rates[worker_column] / 2) / done[-1] * count, count - 1e-9).astype(np.int64)
         x = np.zeros((stages, len(decoder.classes)), dtype=np.int64)
         np.add.at(x, (stage, worker_column), 1)
@@ -340,8 +344,8 @@ def replicated_starts(
     levels = sorted({float(decoder.tables.limit_bytes[p]) for p in decoder.columns})
     of_degree = {tp: _widest_columns(decoder, tp) for tp in sorted({t for _, t in decoder.classes})}
     best: dict[int, tuple[float, Allocation]] = {}
-    for stages, (columns, memory, most) in itertools.product(STAGE_COUNTS, of_degree.values()):
-        for least in levels if stages <= rows else ():
+    for stages, (columns, memory, most) in itertools.product(stage_counts(decoder, rows), of_degree.values()):
+        for least in levels:
             before, own = None, math.inf
             for width in (1, 2, 4, 8):
                 # Workers that would make one stage wider than another are idle.
@@ -562,9 +566,7 @@ def _whole_regions(
     members = [list(pools) for _, pools in itertools.groupby(chain, key=lambda p: int(region[p]))]
     power = np.array([sum(devices[p] * rates[column[p]] for p in pools) for pools in members])
     before: tuple[int, ...] = ()
-    for count in STAGE_COUNTS:
-        if count > stages or not power.any():
-            return
+    for count in stage_counts(decoder, stages) if power.any() else ():
         counts = np.floor(count * power / power.sum() + 0.5).astype(np.int64)
         if not counts.any() or counts.sum() > stages or tuple(counts.tolist()) == before:
             continue
@@ -666,8 +668,9 @@ def _regions_alone(
         tried = None if i < FIRST_ALONE else likely(most)
         for width in (None, 1, 2, 4, 8, 16, 32):
             tried = likely(most) if tried is None and width is not None else tried
-            for members, stages in itertools.product(subsets[0 if width is None else 1 :], STAGE_COUNTS):
-                for tp in sorted({t for p in members for _, t in decoder.columns[p]}) if stages <= rows else ():
+            counts = stage_counts(decoder, rows)
+            for members, stages in itertools.product(subsets[0 if width is None else 1 :], counts):
+                for tp in sorted({t for p in members for _, t in decoder.columns[p]}):
                     if width is not None and width * stages * tp >= pools[members[0]].devices:
                         continue
                     how = [size for size in sizes if tried is None or (stages, tp, size) in tried]
