@@ -1,5 +1,5 @@
 """Descent by random moves: the local search that other solvers build on, restarts of it, and races; and descent through
-all moves there are."""
+all moves there are, once or again and again."""
 
 from __future__ import annotations
 
@@ -26,6 +26,21 @@ def descend(search: Search[S], x: S, value: float, patience: int) -> tuple[S, fl
         if y_value <= value:
             x, value = y, y_value
     return x, value
+
+
+def descend_through_all(search: Search[S], x: S, value: float, most: int) -> tuple[float, S]:
+    """Take the first neighbour that is better until none is, or so many are evaluated; the value and where it ends."""
+    left, better = most, True
+    while better:
+        better = False
+        for y in search.problem.neighbours(x, search.rng):
+            if left <= 0:
+                break
+            left -= 1
+            if (y_value := search.evaluate(y)) < value:
+                x, value, better = y, y_value, True
+                break
+    return value, x
 
 
 def _from_each(search: Search[S], started: list[tuple[float, S]], descent: Callable[[S, float], object]) -> None:
@@ -67,21 +82,51 @@ class Descents(Solver):
     def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
         """See `Solver.explore`."""
         if not started:
-            return _from_random(search, lambda x, value: self._descend(search, x, value))
-        _from_each(search, started, lambda x, value: self._descend(search, x, value))
+            return _from_random(search, lambda x, value: descend_through_all(search, x, value, self.most))
+        _from_each(search, started, lambda x, value: descend_through_all(search, x, value, self.most))
         return False
 
-    def _descend(self, search: Search[S], x: S, value: float) -> None:
-        left, better = self.most, True
-        while better:
-            better = False
-            for y in search.problem.neighbours(x, search.rng):
-                if left <= 0:
-                    break
-                left -= 1
-                if (y_value := search.evaluate(y)) < value:
-                    x, value, better = y, y_value, True
-                    break
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iterated(Solver):
+    """Descents through all neighbours from the best few that such led to, some random moves off, again and again: what
+    is no worse takes the place of what it came from.
+
+    H. R. Lourenço, O. C. Martin and T. Stützle, Iterated local search, Handbook of Metaheuristics, 2003.
+    """
+
+    first: int = 6
+    """Solutions given that are descended from at the beginning."""
+    kept: int = 3
+    """Of what these descents led to."""
+    fewest_moves: int = 2
+    most_moves: int = 4
+    most: int = 3000
+    """Evaluations of one descent."""
+
+    def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
+        """See `Solver.explore`."""
+        ends: list[tuple[float, S]] = []
+
+        def ended(x: S, value: float) -> None:
+            ends.append(descend_through_all(search, x, value, self.most))
+
+        _from_each(search, started[: self.first], ended)
+        while not ends:
+            x = search.problem.random(search.rng)
+            _from_each(search, [(search.evaluate(x), x)], ended)
+        ends = sorted(ends, key=lambda entry: entry[0])[: self.kept]
+        while True:
+            at = int(search.rng.integers(len(ends)))
+            value, x = ends[at]
+            for _ in range(int(search.rng.integers(self.fewest_moves, self.most_moves + 1))):
+                x = search.problem.neighbour(x, search.rng)
+            moved = search.evaluate(x)
+            if math.isfinite(moved):
+                found = descend_through_all(search, x, moved, self.most)
+                if found[0] <= value:
+                    ends[at] = found
+            search.round()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

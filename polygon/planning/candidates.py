@@ -28,6 +28,8 @@ LISTED, MOST_NEAR = 0.5, 1000
 """Of exact steps: how often the next best of all one change away is taken, and how many of these are looked at."""
 JOINING = 0.5
 """Of changes of a degree: how often idle devices join in."""
+APART = 0.4
+"""Of whole pools that are spread anew: how often as a stage of their own."""
 MOST_LISTED = 200
 """Classes of workers up to which either is done: of more such a list takes as long as many steps."""
 MOST_OF_REGIONS = 0.75
@@ -291,7 +293,8 @@ class Candidates(SearchProblem[Allocation]):
         return self._spaces[stages, unit]
 
     def _whole_pools(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
-        """Drop, add or re-spread a region, a pool, or a device type everywhere; or change its degree."""
+        """Drop, add or re-spread a region, a pool, or a device type everywhere, or in a stage of its own; or change its
+        degree."""
         pools = self.decoder.problem.cluster.pools
         classes, workers, devices = self.decoder.classes, x.workers, self.space.capacity
         (open_,) = devices[self.space.pool].nonzero()
@@ -318,7 +321,12 @@ class Candidates(SearchProblem[Allocation]):
                 return result
             return with_idle(x.with_workers(result * x.unit), self._space_of, rng, columns) // x.unit
         result[:, columns] = 0
-        if rng.random() < 0.5 and len(rows) > 1:
+        if rng.random() < APART and len(rows) < self.space.groups:
+            beside = np.flatnonzero(result[:, self.region_of_class == pool.region].any(axis=1))
+            near_by = len(beside) > 0 and rng.random() < 0.5
+            at = int(rng.choice(beside) + rng.integers(2) if near_by else rng.integers(len(rows) + 1))
+            result, rows = np.insert(result, at, 0, axis=0), np.array([at])
+        elif rng.random() < 0.5 and len(rows) > 1:
             rows = rows[[int(rng.integers(len(rows)))]]
         for c in columns:
             if classes[c][1] == tp:
@@ -373,9 +381,10 @@ class Candidates(SearchProblem[Allocation]):
         return self.space.classes <= MOST_LISTED and rng.random() < JOINING
 
     def _restructure(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
-        """Split a stage into two, merge two neighbours, move a stage to another place, or halve all widths."""
+        """Split a stage into two, merge two neighbours, move a stage to another place, turn some stages in a row round,
+        or halve all widths."""
         workers, rows = x.workers, list(x.stages)
-        kind = rng.integers(4)
+        kind = rng.integers(5)
         if kind == 3:
             halved = (workers + 1) // 2
             return halved if (halved != workers).any() else workers
@@ -389,6 +398,9 @@ class Candidates(SearchProblem[Allocation]):
         elif kind == 1 and len(rows) > 1:
             s = int(rng.integers(len(rows) - 1))
             rows[s : s + 2] = [rows[s] + rows[s + 1]]
+        elif kind == 4 and len(rows) > 1:
+            first, end = sorted(rng.choice(len(rows) + 1, size=2, replace=False).tolist())
+            rows[first:end] = rows[first:end][::-1]
         elif len(rows) > 1:
             row = rows.pop(int(rng.integers(len(rows))))
             rows.insert(int(rng.integers(len(rows) + 1)), row)

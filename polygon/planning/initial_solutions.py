@@ -74,8 +74,8 @@ def region_walks(decoder: Decoder) -> list[list[int]]:
 def simple_starts(decoder: Decoder, stages: int, micro_batch_size: int) -> Iterator[np.ndarray]:
     """Allocations that a careful person would try first, shape (stages, classes) each.
 
-    For every tensor-parallel degree: all pools along a walk through close regions cut into stages of equal compute;
-    each region alone; each device type alone; all devices as one stage.
+    For every tensor-parallel degree: all pools along a walk through close regions, a stage each or cut into stages of
+    equal compute; each region alone; each device type alone; all devices as one stage.
     """
     pools = decoder.problem.cluster.pools
     rates = block_rates(decoder, micro_batch_size)
@@ -91,7 +91,17 @@ def simple_starts(decoder: Decoder, stages: int, micro_batch_size: int) -> Itera
         chains += [[p for p in column if pools[p].region == r] for r in regions[:16]]
         chains += [[p for p in chains[0] if pools[p].device.name == name] for name in types]
         for chain in chains:
+            if len(chain) <= stages:
+                yield _a_stage_each(chain, column, decoder, stages)
             yield from _cut_evenly(chain, column, decoder, rates, stages)
+
+
+def _a_stage_each(chain: list[int], column: dict[int, int], decoder: Decoder, stages: int) -> np.ndarray:
+    """The pools of a chain, a stage each."""
+    x = np.zeros((stages, len(decoder.classes)), dtype=np.int64)
+    for s, p in enumerate(chain):
+        x[s, column[p]] = decoder.problem.cluster.pools[p].devices // decoder.classes[column[p]][1]
+    return x
 
 
 def stage_counts(decoder: Decoder, most: int) -> list[int]:

@@ -51,7 +51,7 @@ from polygon.planning.telling import EXACT, IN_PARTS, MEMETIC, POLISH, STARTS, T
 from polygon.planning.uniform_starts import uniform_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
-from solvers.local_search import Descents, Racing, Restarts
+from solvers.local_search import Descents, Iterated, Racing, Restarts
 from solvers.population import Solver
 from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, TimeLimit
 
@@ -444,10 +444,11 @@ def _explore(
     what is nearest to a plan where memory holds none.
 
     The best of different structures race, and the genetic search goes on from what has come of them: which of the
-    starts lead on shows after some moves, not before them. The other half of the evaluations go to a race of walks that
-    accept late. Many evaluations are several such `CYCLE`s, each of which ends with descents through all neighbours.
-    All but the last of more than `MANY_CYCLES` begin from the starts, in turn from the best of them and from such as
-    are unlike each other; then follow short ones in the regions, and on the device types, of the best.
+    starts lead on shows after some moves, not before them. The other half of the evaluations go to descents through
+    all neighbours, again and again, or of very many classes to a race of walks that accept late. Many evaluations are
+    several such `CYCLE`s, each of which ends with descents through all neighbours. All but the last of more than
+    `MANY_CYCLES` begin from the starts, in turn from the best of them and from such as are unlike each other; then
+    follow short ones in the regions, and on the device types, of the best.
     """
     if begun.interrupted:
         return 0, True, None
@@ -472,8 +473,11 @@ def _explore(
             told((made + progress.evaluations) / total, progress.value)
 
         descents = int(DESCENDING * evaluations) if evaluations >= CYCLE else 0
-        walks, fewest, _ = _race((evaluations - descents) // 2, LATE)
-        late = (evaluations - descents) // 2 if fewest else 0
+        late = (evaluations - descents) // 2
+        walks: Solver = Iterated()
+        if own.space.classes > MOST_LISTED:
+            walks, fewest, _ = _race(late, LATE)
+            late = late if fewest else 0
         memetic = _memetic(evaluations - descents - late, effort.patience)
         for solver, count, patience in (*memetic, (walks, late, late), (Descents(), descents, descents)):
             if count == 0:

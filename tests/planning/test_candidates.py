@@ -258,6 +258,30 @@ def test_a_stage_is_split_into_halves_or_by_classes(decoder):
     assert split == {((2, 2), (2, 2)), ((4, 0), (0, 4)), ((0, 4), (4, 0))}
 
 
+def test_stages_in_a_row_are_turned_round(decoder):
+    """Some in the middle or all: a walk through the regions the other way takes one move."""
+    found = Candidates(decoder, 4)
+    x = allocation([1, 0], [2, 0], [0, 1], [1, 1])
+    first, *_, last = order = [row.tolist() for row in x.stages]
+    met = [found._restructure(x, np.random.default_rng(seed)).tolist() for seed in range(300)]
+    assert order[::-1] in met and [first, order[2], order[1], last] in met and [*order[:1], *order[:0:-1]] in met
+
+
+def test_whole_pools_become_stages_of_their_own(decoder):
+    """Idle ones, and such as shared one: at the ends and between the others, which stay as they are."""
+    found = Candidates(decoder, 4)
+    for x in (allocation([2, 0, 0, 0], [1, 0, 0, 0]), allocation([2, 0, 0, 4], [1, 0, 0, 0])):
+        others = [[2, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
+        met = [found.compact(found._whole_pools(x, np.random.default_rng(seed))) for seed in range(1500)]
+        alone = {
+            at
+            for rows in (y[y.any(axis=1)] for y in met)
+            for at in range(len(rows))
+            if len(rows) == 3 and np.delete(rows, at, axis=0).tolist() == others and not rows[at, :3].any()
+        }
+        assert alone == {0, 1, 2}
+
+
 def test_exact_candidates_are_valued_before_their_packings_are_settled():
     """What regions send is settled by simulation in the search's draft alone; whether nodes of a region send one
     another packed gradients, which counts for more, is tried in every draft: in one stage of both regions too."""
@@ -326,7 +350,7 @@ def test_neighbours_are_allocations_that_differ_in_one_thing(decoder):
 
 
 def test_whole_pools_are_dropped_added_or_spread(decoder):
-    """Whatever is taken of a pool, it is all of it, evenly, in one stage or all; or at another degree."""
+    """Whatever is taken of a pool, it is all of it, evenly, in one stage, a new one or all; or at another degree."""
     found = Candidates(decoder, 4)
     x = allocation([2, 0, 0, 2], [2, 0, 0, 2])
     units = np.array([t for _, t in decoder.classes])
@@ -334,6 +358,11 @@ def test_whole_pools_are_dropped_added_or_spread(decoder):
     seen = set()
     for seed in range(300):
         changed = found._whole_pools(x, np.random.default_rng(seed))
+        if len(changed) > 4:
+            (at,) = (s for s in range(3) if np.count_nonzero(changed[s]) == 1 and changed[s] @ units == 4)
+            changed = np.delete(changed, at, axis=0)
+            assert sorted((changed[:2] * units).sum(axis=1).tolist()) == [2, 2]
+            continue
         devices = [(changed * units)[:, pool == p].sum(axis=1)[:2].tolist() for p in (0, 1)]
         assert sum(part == [2, 2] for part in devices) >= 1  # only one pool is another
         assert not changed[2:].any()

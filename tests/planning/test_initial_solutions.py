@@ -54,6 +54,14 @@ def test_regions_are_alike_and_the_best_is_no_worse_than_all_of_them(decoder):
     assert min(decoder.value(x) for x in starts) <= decoder.value(everywhere)
 
 
+def test_every_pool_is_a_stage_along_a_walk_through_the_regions(decoder):
+    """All of its devices; walks that are too long for the stages there may be are not cut short."""
+    starts = [x.tolist() for x in simple_starts(decoder, 4, 1)]
+    walks = [[np.diag([3, 4, 5, 1])[list(order)].tolist() for order in itertools.permutations(range(4))]]
+    assert any(x in walks[0] for x in starts)
+    assert not any((np.count_nonzero(x, axis=1) == 1).all() and np.sum(x) > 12 for x in simple_starts(decoder, 3, 1))
+
+
 def test_what_is_far_from_the_best_is_not_tried_with_fewer_regions(decoder):
     """Regions are left out of the best only where other starts are not `FARTHEST` times as quick."""
 

@@ -14,7 +14,7 @@ from solvers.annealing import Annealing
 from solvers.ants import Ants
 from solvers.exhaustive import Exhaustive
 from solvers.genetic import Genetic
-from solvers.local_search import Descents, Racing, Restarts
+from solvers.local_search import Descents, Iterated, Racing, Restarts
 from solvers.population import Solver
 from solvers.stop import MaxEvaluations, NoImprovement, Target
 
@@ -23,6 +23,7 @@ HEURISTICS: dict[str, Solver] = {
     "genetic": Genetic(),
     "restarts": Restarts(),
     "descents": Descents(most=300),
+    "iterated": Iterated(first=2, kept=2, most=100),
     "racing": Racing(racers=4, lap=10),
     "racing, late acceptance": Racing(racers=4, lap=10, memory=8),
     "annealing": Annealing(cycle_evaluations=300),
