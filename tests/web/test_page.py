@@ -927,6 +927,32 @@ def test_a_running_search_opens_in_another_browser(browser, fresh, server):
     theirs.context.close()
 
 
+def test_what_a_running_search_is_asked_stays_beside_another_plan(browser, page, server, plan_id):
+    """After a reload in the middle of a search, and by its address elsewhere, what it is asked is shown, and not what
+    the plan was that is still open."""
+    visit(page, server, plan_id)
+    page.locator("#fold-goal").click()
+    page.get_by_label("Effort").select_option("long")
+    fill(page, "seed", "5")
+    page.locator("#calculate").click()
+    page.locator("#cancel").wait_for()
+    assert f"plan={plan_id}" in page.url and "job=" in page.url
+    theirs = new_page(browser, server)
+    theirs.goto(page.url)
+    theirs.locator("#fold-goal").click()
+    page.reload()
+    for each in (page, theirs):
+        each.locator("#cancel").wait_for()
+        expect(each.locator("#fold-goal small")).to_contain_text("long")
+        expect(each.locator("[data-path=seed]")).to_have_value("5")
+        expect(each.locator("#status")).not_to_contain_text("not what")
+    page.locator("#cancel").click()
+    for each in (page, theirs):
+        each.wait_for_url(lambda url: "job=" not in url)
+        expect(each.locator("[data-path=seed]")).to_have_value("5")
+    theirs.context.close()
+
+
 def test_a_search_waits_for_the_cluster_that_was_chosen(fresh):
     """Of two that are chosen the later is asked for, and not what stood there before, however late it is here."""
     held = Held(fresh, "**/api/v1/instances/*")
@@ -1140,6 +1166,17 @@ def test_a_place_off_the_earth_is_none(fresh):
         fill(fresh, "cluster.regions[0].latitude", latitude)
         at = fresh.locator("[data-region=virginia] circle").first
         expect(at).to_have_attribute("cy", re.compile(r"^-?[\d.]+$"))
+    assert not [fault for fault in fresh.faults if "NaN" in fault or "Infinity" in fault]
+
+
+def test_a_count_that_is_no_number_leaves_the_region_where_it_is(fresh):
+    """Of a number beyond all, and of a text, no devices are counted on the map and in the rail."""
+    fresh.locator("#tab-cluster").click()
+    for count in ("1e999", "many"):
+        fill(fresh, "cluster.regions[0].nodes[0].count", count)
+        circle = fresh.locator("[data-region=virginia] circle").first
+        expect(circle).to_have_attribute("r", re.compile(r"^[\d.]+$"))
+        expect(fresh.locator("#fold-cluster small")).to_have_text("72 devices in 10 regions")
     assert not [fault for fault in fresh.faults if "NaN" in fault or "Infinity" in fault]
 
 

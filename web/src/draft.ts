@@ -204,6 +204,11 @@ export function takeAsked(id: string, as: Draft): void {
 
 // Regions, by what stays when they are renamed
 
+/** Devices of a region, of those groups of nodes whose numbers are some. */
+export const devicesIn = (region: Data): number => (region.nodes ?? []).reduce((n: number, g: Data) => {
+  const own = Number(g.count) * Number(g.devices_per_node ?? 1);
+  return n + (Number.isFinite(own) ? own : 0);
+}, 0);
 const namesOf = (cluster: Data): string[] => cluster.regions.map((region: Data) => String(region.name));
 const idsOf = (d: Draft): string[] => d.ids ?? namesOf(d.cluster);
 /** What a region is called in `isMeasured` and `isGuessed`. */

@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
 import { call, download, get, post, type Data } from "./api";
-import { changed, draft, edit, filledIn, onceHere } from "./draft";
+import { changed, devicesIn, draft, edit, filledIn, onceHere } from "./draft";
 import { digits, gbps, moment, percent } from "./format";
 import { FileFault } from "./faults";
 import { Goal } from "./goal";
@@ -41,8 +41,6 @@ export function Rail(): JSX.Element {
   );
 }
 
-const count = (cluster: Data): number => cluster.regions.reduce((n: number, r: Data) => n + r.nodes.reduce((m: number, g: Data) => m + (Number(g.count) || 0) * (Number(g.devices_per_node ?? 1) || 0), 0), 0);
-
 /** What a file says; a fault in it is said with its name. */
 const readOf = async (kind: string, text: Promise<string>, file: string): Promise<Data> =>
   post("/read", { kind, text: await text, name: file.replace(/\.\w+$/, "").slice(0, 120) || "upload" }).catch((error: Error) => { throw new FileFault(file, error); });
@@ -68,7 +66,7 @@ function ClusterSummary(): JSX.Element {
   const c = draft.value.cluster;
   const known = catalogue.value?.instances ?? [];
   return (
-    <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: digits(count(c)), regions: c.regions.length }) : t("noRegions")}
+    <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: digits(c.regions.reduce((n: number, r: Data) => n + devicesIn(r), 0)), regions: c.regions.length }) : t("noRegions")}
       tools={<button type="button" class="small" id="edit-cluster" aria-label={`${t("edit")}: ${t("cluster")}`} aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>{() => <>
       <Choice acts label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
         set={(name) => name && void takeInstance(name)} />

@@ -174,14 +174,15 @@ export async function once(name: string, work: () => Promise<void>): Promise<voi
 let known: Promise<Data> = Promise.resolve();
 let loaded = "";
 let plans = new AbortController();
-async function load(id: string): Promise<void> {
+/** Open a plan; `stays`: without what it was asked for. */
+async function load(id: string, stays: boolean): Promise<void> {
   plans.abort();
   pricing.abort();
   const { signal: gone } = (plans = new AbortController());
   loaded = id;
   limits.value = assumed.value = null;
   // Unless it is here or would cost what was written here.
-  arriving.value = id !== "" && !isOfSearch(id) && !changed.peek();
+  arriving.value = id !== "" && !stays && !isOfSearch(id) && !changed.peek();
   if (!id) {
     row.value = planned.value = shown.value = null;
     return;
@@ -458,9 +459,12 @@ export async function begin(): Promise<void> {
   });
   known = patiently(() => get("/catalogue"));
   const first = isNew && !planId.value && !jobId.value ? patiently(() => get(`/instances/${FIRST}`)).catch(() => null) : null;
+  // In the middle of a search what is asked is that search's, and not that of the plan that was open when it began.
+  let stays = jobId.value !== "";
   effect(() => {
     const id = planId.value;
-    if (id !== loaded) void load(id);
+    if (id !== loaded) void load(id, stays);
+    stays = false;
   });
   const [all, cluster] = await Promise.all([known, first]);
   batch(() => {

@@ -2,7 +2,7 @@
 
 import type { JSX } from "preact";
 import type { Data } from "./api";
-import { draft } from "./draft";
+import { devicesIn, draft } from "./draft";
 import { WorldMap, type Place } from "./map";
 import { open, progress, search } from "./state";
 import { t } from "./strings";
@@ -10,7 +10,7 @@ import { t } from "./strings";
 export const draftPlaces = (cluster: Data): Place[] =>
   cluster.regions.map((r: Data) => ({
     name: r.name, latitude: r.latitude ?? undefined, longitude: r.longitude ?? undefined,
-    devices: (r.nodes ?? []).reduce((n: number, g: Data) => n + Number(g.count) * Number(g.devices_per_node ?? 1), 0) || 0,
+    devices: devicesIn(r),
   }));
 
 export function Welcome(): JSX.Element {
