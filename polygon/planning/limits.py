@@ -1,13 +1,14 @@
 """What limits a plan: every resource made 10 % better in turn and the step priced again by the one estimate.
 
 Links are relaxed in rate and in latency, each by itself: inside nodes, between nodes of a group, between groups of a
-region, between regions (both ways, with the capacity that flows share) and out of a region; devices in speed and in
-memory. The plan stays as it is, except for more memory, which only another decoding of the same allocation can use. A
-resource whose improvement saves nothing is not named. A search fills what it finds, so that a good plan often has
-several limits at once, and more of one alone saves next to nothing: then those that limit it together are named, the
-ones that are missed where everything else is relaxed. A sum over many regions waits for all links between them, and one
-alone saves nothing: these are one resource, then. For the rates and latencies that save most, the best value for money
-is looked for: the smallest of a ladder of usual rates that brings most of what the largest would.
+region, between regions (both ways; by itself the capacity that flows share, where there is one) and out of a region;
+devices in speed and in memory. The plan stays as it is, except for more memory, which only another decoding of the
+same allocation can use. A resource whose improvement saves nothing is not named. A search fills what it finds, so
+that a good plan often has several limits at once, and more of one alone saves next to nothing: then those that limit
+it together are named, the ones that are missed where everything else is relaxed. A sum over many regions waits for
+all links between them, and one alone saves nothing: these are one resource, then. For the rates and latencies that
+save most, the best value for money is looked for: the smallest of a ladder of usual rates that brings most of what
+the largest would.
 """
 
 from __future__ import annotations
@@ -97,7 +98,14 @@ class Resource:
         """What it is, in words."""
         places = {"region": self.region, "other": self.other, "device": self.device}
         what = Message(f"resource.{self.kind}", **places)
+        if self.kind == "pair" and self.quality == "capacity":
+            return Message("resource.capacity", what=what)
         return Message("resource.latency", what=what) if self.quality == "latency" else what
+
+    @property
+    def of_links(self) -> Quality:
+        """What it is of all links between regions, which are faster with their capacities."""
+        return "rate" if self.quality == "capacity" else self.quality
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without the function."""
@@ -246,7 +254,7 @@ def _relaxed(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes)
         else:
             saves = 1 - _step_s(problem, plan, tables, resource, RELAXED) / times.step_s
         if resource.kind == "pair":
-            best[resource.quality] = max(saves, best.get(resource.quality, 0.0))
+            best[resource.of_links] = max(saves, best.get(resource.of_links, 0.0))
         if resource.kind in BETWEEN and best.get(BETWEEN[resource.kind], 0.0) >= ALONE * saves:
             continue
         yield Limit(resource=resource, saves=saves)
@@ -262,7 +270,7 @@ def _together(
     """
     ranked = [limit.resource for limit in sorted(asked, key=lambda limit: limit.saves)]
     at_once = {BETWEEN[resource.kind] for resource in ranked if resource.kind in BETWEEN}
-    kept = [it for it in ranked if it.kind != "memory" and not (it.kind == "pair" and it.quality in at_once)]
+    kept = [it for it in ranked if it.kind != "memory" and not (it.kind == "pair" and it.of_links in at_once)]
     alone = max((limit.saves for limit in asked), default=0.0)
 
     def saved(relaxed: list[Resource]) -> float:
@@ -482,6 +490,9 @@ def _between(cluster: Cluster, traffic: np.ndarray) -> Iterator[Resource]:
                                  "default": link_between(names[a], names[b]) in cluster.defaults}  # fmt: skip
         rate = min(cluster.bytes_per_s[a, b], cluster.bytes_per_s[b, a]) / GBPS
         yield Resource(**where, quality="rate", now=float(rate), better=_pair(a, b, "rate"))
+        capacity = min(cluster.capacity_bytes_per_s[a, b], cluster.capacity_bytes_per_s[b, a]) / GBPS
+        if np.isfinite(capacity):
+            yield Resource(**where, quality="capacity", now=float(capacity), better=_pair(a, b, "capacity"))
         latency_ms = max(cluster.latency_s[a, b], cluster.latency_s[b, a]) * 1e3
         yield Resource(**where, quality="latency", now=float(latency_ms), better=_pair(a, b, "latency"))
     for r, region in enumerate(cluster.regions):
@@ -499,6 +510,7 @@ def _pair(a: int, b: int, quality: Quality) -> Change:
         for pair in ((a, b), (b, a)):
             if quality == "rate":
                 rate[pair] *= factor
+            elif quality == "capacity":
                 capacity[pair] *= factor
             else:
                 latency[pair] /= factor

@@ -91,7 +91,7 @@ def test_reports_and_page_have_one_name_for_a_resource():
     names = words()["messages"]
     both = {kind.removeprefix("limit_"): said for kind, said in page.items() if kind.startswith("limit_")}
     assert len(both) == 9 and all(names[f"resource.{kind}"] == said for kind, said in both.items())
-    assert names["resource.latency"] == page["latencyOf"]
+    assert names["resource.latency"] == page["latencyOf"] and names["resource.capacity"] == page["capacityOf"]
 
 
 def test_limits_found_in_too_little_time_are_told_as_such():
@@ -200,3 +200,25 @@ def test_a_slow_link_that_everything_crosses_is_the_limit():
     first = limits(problem, plan, CostTables(problem)).limits[0]
     assert (first.resource.kind, first.resource.quality) == ("pair", "rate")
     assert first.suggested > first.resource.now and first.would_save >= first.saves - 1e-9
+
+
+def test_a_capacity_that_flows_share_is_named_and_not_the_rate_above_it():
+    """More of the rate alone saves nothing where flows share less; the value that is named is the capacity's."""
+    problem, plan = routed_problem(4)
+    cluster = problem.cluster
+    slow = replace(cluster, capacity_bytes_per_s=np.minimum(cluster.bytes_per_s, 1e5))
+    problem = replace(problem, cluster=slow)
+    tables = CostTables(problem)
+    said = limits(problem, plan, tables)
+    first, pair = said.limits[0], {said.limits[0].resource.region, said.limits[0].resource.other}
+    assert (first.resource.kind, first.resource.quality) == ("pair", "capacity")
+    assert abs(first.resource.now - 1e5 * 8 / 1e9) < 1e-12 and first.suggested > first.resource.now
+    assert str(first.resource.name).startswith("the shared capacity of the link between ")
+    assert not any(
+        it.resource.quality == "rate" and {it.resource.region, it.resource.other} == pair for it in said.limits
+    )
+    ends = [slow.region_index(name) for name in pair]
+    capacity = slow.capacity_bytes_per_s.copy()
+    capacity[np.ix_(ends, ends)] = first.suggested * 1e9 / 8
+    typed = replace(problem, cluster=replace(slow, capacity_bytes_per_s=capacity))
+    assert abs(1 - step_times(plan, CostTables(typed)).step_s / said.step_s - first.would_save) < 1e-9

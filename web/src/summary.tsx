@@ -13,6 +13,7 @@ import { Skeleton } from "./ui";
 /** A resource in words: "the network inside frankfurt". */
 export function resource(l: Data): string {
   const words = t(`limit_${l.kind}` as Key, { region: l.region, other: l.other, device: l.device });
+  if (l.kind === "pair" && l.quality === "capacity") return t("capacityOf", { what: words });
   return l.quality === "latency" ? t("latencyOf", { what: words }) : words;
 }
 /** Its value, as it is or as it could be. */
