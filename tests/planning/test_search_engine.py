@@ -499,18 +499,23 @@ def test_the_evaluations_of_a_race_are_its_starts_and_laps():
     assert engine._race(shortest, 0)[1] == shortest and engine._race(shortest - 1, 0)[1] == 0
 
 
+@pytest.mark.parametrize("listed", (0, 200))
 @pytest.mark.parametrize("evaluations", (1, 40, 200, 3300, 4000, 12_900, 19_999, 24_000))
-def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
-    """Few evaluations make laps short before they make starts few; the second race accepts late, with half of all.
-    Many evaluations go through both races several times, and then some are left for descents, which may need fewer."""
+def test_races_take_no_more_than_their_parts(evaluations, listed, monkeypatch):
+    """Few evaluations make laps short before they make starts few; descents again and again get half of all, or of more
+    classes than are `listed` a second race, which accepts late. Many evaluations go through both several times, and
+    then some are left for descents, which may need fewer."""
     asked = []
 
-    class Noted(engine.Racing):
-        def solve(self, problem, rng, stop, **more):
-            before = problem.evaluations
-            found = super().solve(problem, rng, stop, **more)
-            asked.append((self.memory, problem.evaluations - before))
-            return found
+    def noted(kind):
+        class Noted(kind):
+            def solve(self, problem, rng, stop, **more):
+                before = problem.evaluations
+                found = super().solve(problem, rng, stop, **more)
+                asked.append((getattr(self, "memory", "iterated"), problem.evaluations - before))
+                return found
+
+        return Noted
 
     class Counted(Candidates):
         evaluations = 0
@@ -519,8 +524,11 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
             self.evaluations += 1
             return super().evaluate(x)
 
-    monkeypatch.setattr(engine, "Racing", Noted)
+    for kind in (engine.Racing, engine.Iterated):
+        monkeypatch.setattr(engine, kind.__name__, noted(kind))
     monkeypatch.setattr(engine, "NARROWED", 0)
+    monkeypatch.setattr(engine, "MOST_LISTED", listed)
+    monkeypatch.setattr(engine, "_settle", lambda *_: 0)
     cluster = cluster_of([[("a100-40gb", 2, 4), ("t4", 2, 4)], [("v100-16gb", 2, 4)]])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
     decoder = Decoder(problem)
@@ -534,10 +542,12 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
     descents = each // 5 if each >= 8000 else 0
     assert 0 <= evaluations - taken < cycles * (1 + descents)
     each -= descents
-    half = each // 2 if each >= 100 else 0
+    half = each // 2 if listed or each >= 100 else 0
     first = [spent for memory, spent in asked if memory == 0]
     assert sum(first) <= engine.RACE * (taken - cycles * half) and len(first) == (cycles if each >= 340 else 0)
-    assert [spent for memory, spent in asked if memory == engine.LATE] == ([half] * cycles if half else [])
+    second = "iterated" if listed else engine.LATE
+    assert [spent for memory, spent in asked if memory == second] == ([half] * cycles if half else [])
+    assert {memory for memory, _ in asked} <= {0, second}
 
 
 def test_searches_that_begin_alike_begin_once(monkeypatch):
