@@ -274,9 +274,13 @@ class Cluster:
                 first += group.devices
         return tuple(pools)
 
-    def with_links(self, latency_s: np.ndarray, bytes_per_s: np.ndarray) -> Cluster:
-        """The cluster with other links between its regions; its pools are the same ones."""
-        other = replace(self, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    def with_links(
+        self, latency_s: np.ndarray, bytes_per_s: np.ndarray, capacity_bytes_per_s: np.ndarray | None = None
+    ) -> Cluster:
+        """The cluster with other links between its regions (with the capacities that flows share, if these are given);
+        its pools are the same ones."""
+        capacity = self.capacity_bytes_per_s if capacity_bytes_per_s is None else capacity_bytes_per_s
+        other = replace(self, latency_s=latency_s, bytes_per_s=bytes_per_s, capacity_bytes_per_s=capacity)
         vars(other)["pools"] = self.pools
         return other
 

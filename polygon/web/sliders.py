@@ -232,13 +232,16 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
     """The problem with other links, prices or global batch; the same object where nothing of it changes."""
     cluster = problem.cluster
     latency_s, rate = cluster.latency_s.copy(), cluster.bytes_per_s.copy()
+    capacity = cluster.capacity_bytes_per_s.copy()
     far = ~np.eye(len(cluster.regions), dtype=bool)
     latency_s[far] *= changes.latency_factor
-    rate[far] *= changes.bandwidth_factor
+    for bandwidth in (rate, capacity):
+        bandwidth[far] *= changes.bandwidth_factor
     for link in changes.links:
         a, b = cluster.region_index(link.source), cluster.region_index(link.target)
         latency_s[a, b] *= link.latency_factor
-        rate[a, b] *= link.bandwidth_factor
+        for bandwidth in (rate, capacity):
+            bandwidth[a, b] *= link.bandwidth_factor
     if changes.streams is not None:
         with np.errstate(divide="ignore"):
             most = changes.streams * WINDOW_USE * SOCKET_WINDOW_BYTES / (latency_s + latency_s.T)
@@ -246,13 +249,15 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
     batch = problem.batch
     if changes.accumulation > 1:
         batch = replace(batch, global_batch=batch.global_batch * changes.accumulation)
+    if np.array_equal(capacity, cluster.capacity_bytes_per_s):
+        capacity = cluster.capacity_bytes_per_s  # the same object: by that tables know what they can keep
     same = np.array_equal(latency_s, cluster.latency_s) and np.array_equal(rate, cluster.bytes_per_s)
     if same:
-        latency_s, rate = cluster.latency_s, cluster.bytes_per_s
+        latency_s, rate, capacity = cluster.latency_s, cluster.bytes_per_s, cluster.capacity_bytes_per_s
     if same and changes.accumulation == 1 and changes.price_factor == 1 and not changes.device_factors:
         return problem
     if changes.price_factor == 1 and not changes.device_factors:
-        return replace(problem, batch=batch, cluster=cluster.with_links(latency_s, rate))
+        return replace(problem, batch=batch, cluster=cluster.with_links(latency_s, rate, capacity))
     devices = dict(cluster.catalogue)
     for name, factor in changes.device_factors.items():
         require(name in devices, "device_factors", name, one_of(name, devices))
@@ -273,7 +278,12 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
         problem,
         batch=batch,
         cluster=replace(
-            cluster, catalogue=devices, regions=dearer or cluster.regions, latency_s=latency_s, bytes_per_s=rate
+            cluster,
+            catalogue=devices,
+            regions=dearer or cluster.regions,
+            latency_s=latency_s,
+            bytes_per_s=rate,
+            capacity_bytes_per_s=capacity,
         ),
     )
 

@@ -257,6 +257,22 @@ def test_links_and_prices(case):
     assert changed(case, price_factor=2.0).estimate.cost_usd == pytest.approx(2 * before.cost_usd)
 
 
+def test_more_bandwidth_is_more_for_all_flows_together(case):
+    """A link's capacity, which flows share, goes with its rate: of all links, and of one."""
+    problem, plan, _ = case
+    rate = problem.cluster.bytes_per_s
+    cluster = problem.cluster.with_links(problem.cluster.latency_s, rate, np.where(np.isfinite(rate), rate / 50, rate))
+    problem = replace(problem, cluster=cluster)
+    before, tables = step_times(plan, CostTables(problem)).step_s, CostTables(problem)
+    more = price(problem, plan, Changes(bandwidth_factor=4.0), tables)
+    assert more.estimate.step_s < before
+    a, b = (region.name for region in cluster.regions[:2])
+    links = [{"source": x, "target": y, "bandwidth_factor": 4.0} for x, y in ((a, b), (b, a))]
+    one = price(problem, plan, Changes.model_validate({"links": links}), tables).problem.cluster
+    assert one.capacity_bytes_per_s[0, 1] == 4 * cluster.capacity_bytes_per_s[0, 1]
+    assert (one.capacity_bytes_per_s[2:] == cluster.capacity_bytes_per_s[2:]).all()
+
+
 def test_advice_is_computed_for_all_three_cases(case):
     """Each measure's step is what the same change prices to."""
     problem, plan, tables = case
